@@ -10,8 +10,8 @@ cd "$(dirname "$0")/.."
 wheels_only=(--only-binary :all:)
 set_name=${1:?usage: scripts/setup.sh run|demo|dev|ray}
 case $set_name in
-  run) extras=train covered=(run) ;;
-  demo) extras=demo,train covered=(run demo) ;;
+  run) extras=train,vendor covered=(run) ;;
+  demo) extras=demo,train,vendor covered=(run demo) ;;
   dev) extras=dev covered=(run demo dev) wheels_only=() ;;
   ray) extras=dev,ray-serve covered=(run demo dev ray) wheels_only=() ;;
   *) echo "Unknown set of dependencies '$set_name': choose run, demo, dev or ray." >&2; exit 2 ;;

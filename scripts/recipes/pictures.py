@@ -24,7 +24,7 @@ from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import EMBRYO, TYPICAL_NUCLEI, Scene, synthesize
 from scripts.recipes.synthetic_tissue import TYPICAL_TISSUE, Tissue, synthesize_tissue
 from service.core.types import Options, Segmentation, Volume
-from service.formats import thumbnail
+from service.formats import writers
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.training.evaluate import score
@@ -87,7 +87,9 @@ def draw(runner: ModelRunner, make: Callable[[Generator], Pair]) -> tuple[bytes,
     image, truth = make(np.random.default_rng(SEED))
     volume = Volume.from_array(image[None])
     result = segment(runner, volume, Options()).segmentation
-    pictures = [thumbnail.draw(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), result)]
+    pictures = [
+        writers.draw_thumbnail(volume, labels) for labels in (Segmentation(np.zeros_like(truth), "labels"), result)
+    ]
     combined = np.hstack([np.asarray(png_decode(picture)) for picture in pictures])
     if result.kind == "classes":
         coefficients = zip(result.names, compute_dice(labels_to_classes(truth), result.pixels), strict=True)

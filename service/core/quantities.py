@@ -77,6 +77,11 @@ def is_index(text: str) -> bool:
     return text.isascii() and text.isdecimal()
 
 
+def parse_index_or_name(text: str | None) -> int | str | None:
+    """Parse a zero-based index or a name. Any text that is not an index is a name."""
+    return int(text) if text is not None and is_index(text) else text
+
+
 def parse_time(text: str) -> int | TimeRange:
     """Parse a zero-based index, `all`, or a range such as `2:5` that excludes its end. Raises BadParameter."""
     normalized = text.strip().lower()

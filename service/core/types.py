@@ -47,6 +47,7 @@ class Selection:
     axes              one letter from TZCYXS per dimension of the stored array; overrides the metadata of the file
     voxel_size        overrides the metadata of the file
     allow_incomplete  whether to read files that have fewer planes than their metadata declares
+    scene             index or name of one of several images in the file; None: the only or the largest image
     """
 
     channel: int | str | None = None
@@ -54,6 +55,7 @@ class Selection:
     axes: str | None = None
     voxel_size: VoxelSize | None = None
     allow_incomplete: bool = False
+    scene: int | str | None = None
 
 
 class Extent(Protocol):
@@ -215,6 +217,7 @@ class Description:
     time_points      (first, stop) of the selected range, which excludes `stop`; None without a range
     problem          why the selected part cannot be read, for example because no time point is selected; "" if it
                      can be read
+    scenes           names of the images in the file, "" for an image without a name; empty if the file has only one
     """
 
     container: str
@@ -231,6 +234,7 @@ class Description:
     time_points: tuple[int, int] | None = None
     problem: str = ""
     colours: tuple[str, ...] = ()
+    scenes: tuple[str, ...] = ()
 
     @property
     def volume_count(self) -> int:

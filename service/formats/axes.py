@@ -1,4 +1,6 @@
-"""Resolve the axes of stored arrays, from the file or from the `axes` parameter, and select channels and time points.
+"""Resolve the axes of stored arrays, from the file or from the `axes` parameter, and select what is read of a file.
+
+A file has one or more images, such as fields of view, which are called scenes. An image has channels and time points.
 
 Axes are never guessed, with one exception: the pages of a plain grayscale stack without any metadata are read as z
 planes, and a note says so.
@@ -18,6 +20,9 @@ from service.core.types import Array, Selection, StackShape
 AXIS_LETTERS = "TZCYXS"
 _UNNAMED_AXES = "QI"  # tifffile's letters for dimensions without a name
 _MAX_SUGGESTED_CHANNELS = 6  # longest unnamed dimension that is suggested as the channel axis
+
+# Maximum number of scenes that a message lists.
+MAX_LISTED_SCENES = 20
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,35 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
         f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed_shape)}:"
         f" {_format_shape(squeezed_shape)}.",
         parameter="axes",
+    )
+
+
+def select_scene(names: Sequence[str], scene: int | str) -> int:
+    """Return the index of a scene, given by index or name.
+
+    `names` has one name per scene, "" for a scene without a name. Raises BadParameter if there is no such scene, or if
+    several scenes have the name.
+    """
+    if isinstance(scene, int) and 0 <= scene < len(names):
+        return scene
+    indices = [index for index, name in enumerate(names) if name and name == str(scene)]
+    if len(indices) == 1:
+        return indices[0]
+    if indices:
+        raise make_scene_error(f"{len(indices)} scenes of the file have the name {scene!r}. The file has", names)
+    raise make_scene_error(f"The file has no scene {scene!r}. It has", names)
+
+
+def make_scene_error(problem: str, names: Sequence[str]) -> BadParameter:
+    """Return the error for a missing or wrong choice. `problem` is followed by the number and the list of scenes."""
+    listed = [f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:MAX_LISTED_SCENES])]
+    more = f" and {len(names) - MAX_LISTED_SCENES} more" if len(names) > MAX_LISTED_SCENES else ""
+    count = "one scene" if len(names) == 1 else f"{len(names)} scenes"
+    example = 0 if len(names) == 1 else f"0 to scene={len(names) - 1}, or by name"
+    return BadParameter(
+        f"{problem} {count}: {', '.join(listed)}{more}. Choose one with scene={example}.",
+        parameter="scene",
+        suggested={"scene": "0"},
     )
 
 

@@ -61,14 +61,29 @@ class OpenStack(ABC):
     def decoded_bytes(self) -> int:
         """Number of bytes that have to be decoded for the selected part if `locate` returns None."""
 
+    @property
+    def scenes(self) -> tuple[str, ...]:
+        """Names of the scenes, as in `Description.scenes`."""
+        return ()
+
+    def find_missing_choice(self, *, is_series: bool) -> BadParameter | None:
+        """Return the error if no time point is selected and the file has several.
+
+        is_series  whether a range of time points is selected, from which a single one does not have to be selected
+        """
+        if self.part.time is not None or is_series:
+            return None
+        return BadParameter(axes.explain_time_choice(self.layout), parameter="time", suggested={"time": "all"})
+
     @cached_property
     def placement(self) -> Placement | None:
         """Location of the selected pixels in the file, or None if the pixels have to be decoded.
 
-        Raises BadParameter if the stack has several time points and none is selected.
+        Raises BadParameter if the part is not selected completely.
         """
-        if self.part.time is None:
-            raise BadParameter(axes.explain_time_choice(self.layout), parameter="time", suggested={"time": "all"})
+        problem = self.find_missing_choice(is_series=False)
+        if problem is not None:
+            raise problem
         return self.locate()
 
     @abstractmethod
@@ -117,7 +132,6 @@ class OpenStack(ABC):
     def describe(self, selection: Selection) -> Description:
         """Describe the file and the selected part."""
         time_range = axes.select_times(self.layout, selection.time) if isinstance(selection.time, TimeRange) else None
-        needs_time_choice = self.part.time is None and time_range is None
         voxel_size = self.choose_voxel_size(selection)
         source = self.image.calibration.source if voxel_size else "not stated"
         return Description(
@@ -134,5 +148,6 @@ class OpenStack(ABC):
             notes=self.list_notes(selection),
             time_interval=self.image.time_interval,
             time_points=None if time_range is None else (time_range.start, time_range.stop),
-            problem=axes.explain_time_choice(self.layout) if needs_time_choice else "",
+            problem=str(self.find_missing_choice(is_series=time_range is not None) or ""),
+            scenes=self.scenes,
         )

@@ -1,4 +1,4 @@
-"""Read stacks: TIFF (`formats.tiff`), and OME-Zarr in folders and zip archives (`formats.zarr`).
+"""Read stacks: TIFF, OME-Zarr in folders and zip archives, and the formats of microscope vendors.
 
 Files are validated before any pixels are decoded. Read untrusted files with `service.formats.sandbox.reader` instead.
 """
@@ -18,9 +18,11 @@ import numpy as np
 
 from service.core.errors import BadParameter
 from service.core.types import Array, Description, Selection, Volume
+from service.formats.axes import select_scene
 from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, VolumeLocation, make_block_writer, make_temporary_file, map_file
 from service.formats.tiff import reader as tiff_reader
+from service.formats.vendor import reader as vendor_reader
 from service.formats.zarr import reader as zarr_reader
 from service.formats.zarr.reader import ZarrStack
 from service.formats.zarr.store import FolderStore, Store, ZipStore, open_file
@@ -143,9 +145,19 @@ def _open(file: Source, selection: Selection, max_volume_bytes: int, *, keep_ope
         source = _open_source(file, files, keep_open=keep_open)
         store = _open_archive(source) if isinstance(source, BufferedReader) else source
         if store is not None:
-            yield zarr_reader.open_stack(store, selection, max_volume_bytes)
+            stack: OpenStack = zarr_reader.open_stack(store, selection, max_volume_bytes)
         elif isinstance(source, BufferedReader):
-            yield tiff_reader.open_stack(source, selection, max_volume_bytes)
+            stack = _open_stream(source, selection, max_volume_bytes)
+        if selection.scene is not None and not stack.scenes:
+            select_scene(("",), selection.scene)
+        yield stack
+
+
+def _open_stream(stream: BinaryIO, selection: Selection, max_volume_bytes: int) -> OpenStack:
+    vendor_format = vendor_reader.find_format(stream)
+    if vendor_format is not None:
+        return vendor_reader.open_stack(stream, vendor_format, selection, max_volume_bytes)
+    return tiff_reader.open_stack(stream, selection, max_volume_bytes)
 
 
 def _open_source(file: Source, files: ExitStack, *, keep_open: bool) -> Store | BufferedReader:

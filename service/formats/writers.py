@@ -1,16 +1,21 @@
-"""Write a segmentation in the format that corresponds to the file name."""
+"""Write a segmentation in the format that corresponds to the file name, and draw thumbnails of segmented stacks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+from imagecodecs import png_encode
+
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Segmentation, Volume
 from service.formats import npy_nifti
 from service.formats.tiff import writer as tiff_writer
+from service.formats.tiff.imagej_metadata import make_label_colors
 from service.formats.zarr.store import find_labeled_image
 
+MAX_THUMBNAIL_PIXELS = 256
 TIFF_SUFFIXES = (".tif", ".tiff")
 # Writers by suffix, for formats that can store only labels or classes of a single time point.
 ARRAY_WRITERS = {".npy": npy_nifti.write_npy, ".nii.gz": npy_nifti.write_nifti}
@@ -44,3 +49,26 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str])
         (write_array,) = (write for suffix, write in ARRAY_WRITERS.items() if path.name.lower().endswith(suffix))
         with write_atomically(path) as partial_path:
             write_array(Volume.from_array(segmentation.pixels[None], segmentation.voxel_size), partial_path)
+
+
+def draw_thumbnail(volume: Volume, segmentation: Segmentation) -> bytes:
+    """Draw the first channel of the middle plane as a PNG with at most `MAX_THUMBNAIL_PIXELS` pixels along each edge.
+
+    The volume [C, Z, Y, X] is drawn in gray, and the borders of labels and classes [Z, Y, X] in the colors of the label
+    file.
+    """
+    z = volume.shape[1] // 2
+    step = -(-max(volume.shape[2:]) // MAX_THUMBNAIL_PIXELS)
+    plane = np.nan_to_num(volume.read(z, z + 1)[0, 0, ::step, ::step].astype(np.float32))
+    low, high = np.percentile(plane, (1, 99.8))
+    gray = np.clip((plane - low) / max(high - low, 1e-9), 0, 1) * 255
+    image = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=-1)
+    if segmentation.kind != "probabilities":
+        labels = segmentation.pixels[z, ::step, ::step]
+        border = np.zeros(labels.shape, bool)
+        border[:-1] |= labels[:-1] != labels[1:]
+        border[:, :-1] |= labels[:, :-1] != labels[:, 1:]
+        colors = np.reshape(make_label_colors(), (3, 256)).T // 257
+        border_labels = np.maximum(labels[border], 1).astype(np.int64)
+        image[border] = colors[(border_labels - 1) % 255 + 1]
+    return bytes(png_encode(image))

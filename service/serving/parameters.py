@@ -15,8 +15,8 @@ from service.core.quantities import (
     ObjectVolume,
     TimeRange,
     VoxelSize,
-    is_index,
     parse_diameter,
+    parse_index_or_name,
     parse_roi_size,
     parse_skip_below,
     parse_time,
@@ -54,12 +54,16 @@ class Query(BaseModel):
         "several channels. Default: the only channel.",
         examples=["0", "DAPI", "all"],
     )
+    scene: str | None = Field(
+        default=None,
+        max_length=256,
+        description="Name or index of one of several images in the file. Default: the only, largest or first image.",
+    )
     time: str | None = Field(
         default=None,
         max_length=32,
         description="Zero-based time point to segment. To segment several time points, use `all` or a range that "
-        "excludes its end, such as `2:5` for 2, 3 and 4. The result then has a time axis T. Default: the only time "
-        "point.",
+        "excludes its end, such as `2:5` for 2, 3 and 4. The result then has a time axis T. Default: the only one.",
         examples=["0", "all", "2:5"],
     )
     axes: str | None = Field(
@@ -77,8 +81,7 @@ class Query(BaseModel):
     )
     allow_incomplete: bool | None = Field(
         default=None,
-        description="Whether to read a file that has fewer planes than its metadata declares, for example because the "
-        "acquisition was stopped early. A note then contains both numbers. Default: `false`.",
+        description="Whether to read a file that has fewer planes than its metadata declares. Default: `false`.",
     )
     sw_batch_size: int | None = Field(
         default=None, ge=1, description="Number of windows per batch. Default: the setting of the operator."
@@ -247,12 +250,11 @@ class Query(BaseModel):
     @cached_property
     def selection(self) -> Selection:
         """The part of the file to read, and overrides for its metadata."""
-        channel_name = None if self.channel == "all" else self.channel
-        channel = int(channel_name) if channel_name is not None and is_index(channel_name) else channel_name
+        channel = parse_index_or_name(None if self.channel == "all" else self.channel)
         voxel_size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
         axes = self.axes.upper() if self.axes else None
-        return Selection(channel, time, axes, voxel_size, bool(self.allow_incomplete))
+        return Selection(channel, time, axes, voxel_size, bool(self.allow_incomplete), parse_index_or_name(self.scene))
 
     @cached_property
     def canonical_json(self) -> str:

@@ -24,6 +24,8 @@ from service.serving.parameters import Query, describe_validation_errors
         ({"channel": "0"}, Selection(channel=0)),
         ({"allow_incomplete": "true"}, Selection(allow_incomplete=True)),
         ({"allow_incomplete": "false"}, Selection()),
+        ({"scene": "2"}, Selection(scene=2)),
+        ({"scene": "Position 3"}, Selection(scene="Position 3")),
         *(({"channel": name}, Selection(channel=name)) for name in ("DAPI", "-1", "²", "٣")),
         ({"channel": "all"}, Selection()),
         *(({"time": time}, Selection(time=3)) for time in ("3", 3)),

@@ -74,6 +74,9 @@ class AnnotationQuery(BaseModel):
         str | None,
         Field(max_length=32, description="Time point, as for `/segment`. Default: the time point of the job."),
     ] = None
+    scene: Annotated[
+        str | None, Field(max_length=256, description="Image, as for `/segment`. Default: the image of the job.")
+    ] = None
     axes: Annotated[
         str | None, Field(max_length=16, description="Axes, as for `/segment`. Default: the axes of the job.")
     ] = None

@@ -72,6 +72,9 @@ PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_plane_range)]
 
 def parse_selection(
     channel: Annotated[int, Query(ge=0, description="Zero-based index of the channel.")] = 0,
+    scene: Annotated[
+        int | None, Query(ge=0, description="Zero-based index of the image in a file with several images.")
+    ] = None,
     time: Annotated[
         int | None,
         Query(ge=0, description="Zero-based index of the time point. Required if the stack has several time points."),
@@ -87,7 +90,9 @@ def parse_selection(
     ] = None,
 ) -> Selection:
     """Parse the query parameters that select the part of the file to read."""
-    return Selection(channel, time, axes.upper() if axes else None, allow_incomplete=bool(allow_incomplete))
+    return Selection(
+        channel, time, axes.upper() if axes else None, allow_incomplete=bool(allow_incomplete), scene=scene
+    )
 
 
 SelectionQuery = Annotated[Selection, Depends(parse_selection)]

@@ -28,7 +28,7 @@ MAX_CACHED_QUERIES = 64
 # Limits on a query string. Each parameter may occur once. The longest values have a thousand characters, each of which
 # takes up to twelve bytes if it is percent-encoded.
 MAX_PARAMETERS = 32
-MAX_QUERY_BYTES = 40_000
+MAX_QUERY_BYTES = 44_000
 
 RESPOND_ASYNC = "respond-async"
 

@@ -51,7 +51,7 @@ router = APIRouter(tags=["learning"])
 AnnotationId = Annotated[str, PathParameter(pattern=ID_PATTERN, description="The id of the annotated stack.")]
 _JSON_OBJECT_ADAPTER = TypeAdapter(dict[str, Any])
 # Parameters of a job that select the stack, and the part of the stack that the job segments.
-SELECTION_PARAMETERS = ("stack", "channel", "time", "axes", "voxel_size")
+SELECTION_PARAMETERS = ("stack", "channel", "time", "axes", "voxel_size", "scene", "allow_incomplete")
 
 
 @router.post("/annotations", status_code=201, openapi_extra=ANNOTATION_BODY)

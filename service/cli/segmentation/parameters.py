@@ -17,6 +17,11 @@ PARAMETERS = {
         "Name or zero-based index of the channel, or 'all' if the model has several input channels (default: the only"
         " channel, or 'all' if the model has as many input channels as the file has channels)",
     ),
+    "scene": (
+        "SCENE",
+        "Name or zero-based index of the image in a file with several images, such as fields of view (default: the only"
+        " image; the largest image of an OME-TIFF)",
+    ),
     "time": (
         "INDEX",
         "Zero-based index of one time point; 'all', or a range such as 2:5 (end excluded), selects a time series"

@@ -32,6 +32,11 @@ class TiffStack(OpenStack):
         return _get_channel_colors(self.image, self.layout)
 
     @property
+    def scenes(self) -> tuple[str, ...]:
+        """Names of the images of an OME-TIFF."""
+        return self.image.scenes
+
+    @property
     def decoded_bytes(self) -> int:
         """Decoded size of all pages or tiles that contain a part of the selection."""
         return pixels.count_decoded_bytes(self.image, self.layout, self.part)

@@ -18,6 +18,7 @@ from tifffile import TIFF, TiffFile, TiffPage, TiffPageSeries
 from service.core.errors import BadFile
 from service.core.types import Selection
 from service.formats import sampling
+from service.formats.axes import select_scene
 from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
@@ -112,7 +113,7 @@ def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> Sto
             first_page.samplesperpixel,
             allow_incomplete=selection.allow_incomplete,
         )
-        image = max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
+        image = _choose_ome_image(images, selection)
         if selection.axes is not None and not image.matches(first_page):
             return _read_unusable_ome(tiff, structure, "its OME-XML contradicts its pages")
     except ome.InconsistentOme as error:
@@ -121,17 +122,25 @@ def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> Sto
         return _read_unusable_ome(tiff, structure, str(error))
     except ome.UnusableOme as error:
         return _read_unusable_ome(tiff, structure, str(error))
-    return _read_ome_image(tiff, structure, images, image)
+    return _read_ome_image(tiff, structure, images, image, selection)
 
 
 def _read_unusable_ome(tiff: TiffFile, structure: Structure, problem: str) -> StoredImage:
     return replace(read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=problem)
 
 
+def _choose_ome_image(images: Sequence[ome.OmeImage], selection: Selection) -> ome.OmeImage:
+    """Return the selected image, or the largest one by default. Raises BadParameter."""
+    if selection.scene is not None:
+        return images[select_scene([image.name for image in images], selection.scene)]
+    return max(images, key=lambda image: math.prod(image.shape) * image.size_y * image.size_x)
+
+
 def _read_ome_image(
-    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], image: ome.OmeImage
+    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], image: ome.OmeImage, selection: Selection
 ) -> StoredImage:
-    if ome.are_single_planes(images) and len(images) == page_loader.count_planes(tiff, structure):
+    is_plane_choice_needed = selection.scene is None and ome.are_single_planes(images)
+    if is_plane_choice_needed and len(images) == page_loader.count_planes(tiff, structure):
         problem = f"its OME-XML describes {len(images)} images of one plane each"
         return _read_unusable_ome(tiff, structure, problem)
     pages = page_loader.load_pages(tiff, structure, image.page_indices)
@@ -151,8 +160,15 @@ def _read_ome_image(
         colors=tuple(map(metadata.parse_ome_color, image.colors)),
         calibration=sampling.parse_calibration(image.physical_sizes, image.physical_size_units, "OME-XML"),
         time_interval=sampling.parse_time_interval(*image.time_increment),
-        notes=make_choice_notes(len(images), image.name) + _make_incomplete_notes(image),
+        notes=(() if selection.scene is not None else _make_choice_notes(images, image))
+        + _make_incomplete_notes(image),
+        scenes=tuple(image.name for image in images) if len(images) > 1 else (),
     )
+
+
+def _make_choice_notes(images: Sequence[ome.OmeImage], image: ome.OmeImage) -> tuple[str, ...]:
+    notes = make_choice_notes(len(images), image.name)
+    return tuple(f"{note} To use another one, set scene to its name or index." for note in notes)
 
 
 def _make_incomplete_notes(image: ome.OmeImage) -> tuple[str, ...]:

@@ -7,7 +7,11 @@ from typing import NamedTuple
 # Number of bytes at the beginning of a file that `describe_file` needs.
 HEAD_BYTES = 4096
 
-ACCEPTED_FORMATS_ADVICE = "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages), or OME-Zarr in a zip archive"
+FIJI_ADVICE = "Open it in Fiji with File > Import > Bio-Formats, and save it with File > Save As > OME-TIFF."
+ACCEPTED_FORMATS_ADVICE = (
+    "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages), OME-Zarr in a zip archive, or a CZI, ND2, LIF, OIB or IMS"
+    " file"
+)
 
 
 class _Format(NamedTuple):
@@ -24,8 +28,8 @@ class _Format(NamedTuple):
 
 
 def _make_bioformats_advice(suffix: str, plugin: str | None = None) -> str:
-    """Return the commands that convert a file in the format of a microscope vendor."""
-    advice = f"Convert it with Bio-Formats: bfconvert -series 0 stack.{suffix} stack.ome.tif"
+    """Return the ways to convert a file in the format of a microscope vendor."""
+    advice = f"{FIJI_ADVICE} Or convert it with Bio-Formats: bfconvert -series 0 stack.{suffix} stack.ome.tif"
     if plugin is None:
         return f"{advice}."
     install_command = f"pip install bioio bioio-ome-tiff {plugin}"
@@ -52,12 +56,8 @@ _COMBINE_PLANES_ADVICE = (
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _FORMATS = (
-    _Format("Zeiss CZI", ((b"ZISRAWFILE", 0),), _make_bioformats_advice("czi", "bioio-czi")),
-    _Format("Nikon ND2", ((b"\xda\xce\xbe\x0a", 0),), _make_bioformats_advice("nd2", "bioio-nd2")),
     _Format("JPEG 2000 or an early Nikon ND2", ((b"jP  ", 4),), _make_bioformats_advice("nd2", "bioio-nd2")),
-    _Format("Leica LIF", ((b"\x70\0\0\0", 0),), _make_bioformats_advice("lif", "bioio-lif")),
     _Format("Olympus OIR", ((b"OLYMPUSRAWFORMAT", 0),), _make_bioformats_advice("oir")),
-    _Format("Olympus OIB or Zeiss ZVI", ((b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", 0),), _make_bioformats_advice("oib")),
     _Format("DeltaVision", ((b"\xa0\xc0", 96), (b"\xc0\xa0", 96)), _make_bioformats_advice("dv", "bioio-dv")),
     _Format(
         "NIfTI",
@@ -82,7 +82,6 @@ _FORMATS = (
         "It is a web page, not a stack. Check the URL from which the file was downloaded.",
     ),
 )
-_IMARIS = _Format("Imaris IMS", (), _make_bioformats_advice("ims", "bioio-bioformats"))
 _OTHER_HDF5 = _Format("HDF5", (), _make_python_advice("h5py", "h5py.File('stack.h5')['DATASET'][:].astype('float32')"))
 _OME_XML = _Format("OME-XML", (), "It describes the image files in its folder. Export the image as one OME-TIFF.")
 
@@ -102,7 +101,7 @@ def describe_file(head: bytes) -> str:
 
 def _identify_format(head: bytes) -> _Format | None:
     if head.startswith(_HDF5_SIGNATURE):
-        return _IMARIS if b"ImarisDataSet" in head else _OTHER_HDF5
+        return _OTHER_HDF5
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
         return _OME_XML
     for file_format in _FORMATS:

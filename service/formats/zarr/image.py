@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,17 +13,23 @@ import numpy as np
 from service.core.errors import BadFile
 from service.core.quantities import TimeInterval
 from service.formats import sampling
+from service.formats.axes import select_scene
 from service.formats.sampling import Calibration
 from service.formats.zarr import store as zarr_store
 from service.formats.zarr.array import ZarrArray, open_array
 from service.formats.zarr.store import Store, read_json, translate_errors
 
+# Maximum number of images in a collection from which one can be selected.
+_MAX_IMAGES = 1000
 _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `multiscales`."
 
 
 @dataclass(frozen=True)
 class ZarrImage:
-    """Full resolution of an OME-Zarr image. `axes` has one letter per stored dimension."""
+    """Full resolution of an OME-Zarr image. `axes` has one letter per stored dimension.
+
+    scenes  names of the images from which one can be selected, as in `Description.scenes`
+    """
 
     container: str
     array: ZarrArray
@@ -32,6 +39,7 @@ class ZarrImage:
     calibration: Calibration
     time_interval: TimeInterval | None
     notes: tuple[str, ...]
+    scenes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -39,16 +47,24 @@ class ZarrImage:
         return self.array.codec.dtype
 
 
-def find_image(store: Store) -> ZarrImage:
-    """Find the image in a store and open its full resolution. Raises BadFile, TooLarge."""
-    folder, attributes, notes = _find_group(store)
+def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
+    """Find the selected or the first image in a store, and open its full resolution.
+
+    Raises BadFile, BadParameter, TooLarge.
+    """
+    folder, attributes, scenes = _find_group(store, scene)
     with translate_errors("its OME metadata"):
         multiscales = attributes["multiscales"]
-        if len(multiscales) > 1:
-            notes.append(f"The store describes {len(multiscales)} images in one group. The first one is used.")
-        multiscale = multiscales[0]
+        if len(multiscales) > 1 and not scenes:
+            scenes = tuple(str(multiscale.get("name") or "") for multiscale in multiscales)
+            multiscale = multiscales[select_scene(scenes, 0 if scene is None else scene)]
+        else:
+            multiscale = multiscales[0]
         dataset = multiscale["datasets"][0]
         path = zarr_store.join(folder, dataset["path"])
+    note = (
+        f"The store contains {len(scenes)} images. The first one is used. To use another one, set scene to its index."
+    )
     array = open_array(store, path)
     with translate_errors("its OME metadata"):
         version = attributes.get("version") or multiscale.get("version") or ""
@@ -64,20 +80,38 @@ def find_image(store: Store) -> ZarrImage:
             colors,
             _parse_calibration(scale_by_axis),
             sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
-            tuple(notes),
+            (note,) if len(scenes) > 1 and scene is None else (),
+            scenes if len(scenes) > 1 else (),
         )
 
 
-def _find_group(store: Store) -> tuple[str, dict[str, Any], list[str]]:
-    """Return the group of the image, its OME metadata, and notes about which image was chosen. Raises BadFile."""
-    folder, attributes, notes = "", _read_attributes(store, ""), list[str]()
+def _find_group(store: Store, scene: int | str | None) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Return the group of the image, its OME metadata, and the names of all images of a collection.
+
+    Raises BadFile, BadParameter.
+    """
+    folder, attributes, scenes = "", _read_attributes(store, ""), tuple[str, ...]()
     if "multiscales" not in attributes and "bioformats2raw.layout" in attributes:
-        folder, notes = "0", ["The store is a collection of images. The first one is used."]
+        groups = _list_groups(store)
+        scenes = ("",) * len(groups)
+        folder = groups[select_scene(scenes, 0 if scene is None else scene)]
         attributes = _read_attributes(store, folder)
     if not attributes.get("multiscales"):
         kind = "a plate" if "plate" in attributes else "a well" if "well" in attributes else "no OME-Zarr image"
         raise BadFile(f"The Zarr store contains {kind}. {_IMAGE_ADVICE}")
-    return folder, attributes, notes
+    return folder, attributes, scenes
+
+
+def _list_groups(store: Store) -> tuple[str, ...]:
+    """Return the groups of the images in a collection. They are numbered, unless the metadata of the store lists them.
+
+    See https://ngff.openmicroscopy.org/specifications/0.5/index.html#bf2raw
+    """
+    series = _read_attributes(store, "OME").get("series")
+    if isinstance(series, list) and series and all(isinstance(path, str) for path in series):
+        return tuple(zarr_store.join("", path) for path in series[:_MAX_IMAGES])
+    numbers = itertools.takewhile(lambda number: _read_attributes(store, str(number)), range(1, _MAX_IMAGES))
+    return "0", *map(str, numbers)
 
 
 def _read_attributes(store: Store, folder: str) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class ZarrStack(OpenStack):
         )
 
     @property
+    def scenes(self) -> tuple[str, ...]:
+        """Names of the images of a collection."""
+        return self.image.scenes
+
+    @property
     def decoded_bytes(self) -> int:
         """Decoded size of all chunks that contain a part of the selection."""
         return math.prod(len(indices) for indices in self._selected_chunks) * self.image.array.chunk_bytes
@@ -193,7 +198,7 @@ class ZarrStack(OpenStack):
 
 def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:
     """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
-    image = find_image(store)
+    image = find_image(store, selection.scene)
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
     channel_count = layout.get_length("C") * layout.get_length("S")
     if channel_count > _MAX_CHANNELS:

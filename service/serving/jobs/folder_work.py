@@ -25,7 +25,7 @@ from service.core.files.bundled import get_software_version
 from service.core.quantities import VoxelSize
 from service.core.telemetry import Stages
 from service.core.types import Options, Volume
-from service.formats import thumbnail, writers
+from service.formats import writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, select_evenly_spaced
 from service.inference.types import DiameterEstimate, Result, Series
@@ -275,7 +275,7 @@ class FolderSegmentation:
         if isinstance(volume, Series):
             volume = volume.read(volume.times[0])[0]
             segmentation = replace(segmentation, pixels=segmentation.pixels[0])
-        (staging / "picture").write_bytes(thumbnail.draw(volume, segmentation))
+        (staging / "picture").write_bytes(writers.draw_thumbnail(volume, segmentation))
         if (table := measure_objects(result, pixels.measurement_input)) is not None:
             measurements.write_csv(table, staging / "table")
             self._results.put("table", f"{stem}_objects.csv")

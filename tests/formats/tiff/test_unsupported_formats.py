@@ -42,12 +42,8 @@ def make_npy(array: Any) -> bytes:
 
 
 FILES = {
-    "Zeiss CZI": (b"ZISRAWFILE" + bytes(600), "bfconvert -series 0 stack.czi stack.ome.tif"),
-    "Nikon ND2": (b"\xda\xce\xbe\x0a" + bytes(600), "bioio-nd2"),
-    "JPEG 2000 or an early Nikon ND2": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20), "stack.nd2"),
-    "Leica LIF": (b"\x70\0\0\0" + bytes(4) + b"*" + bytes(60), "bioio-lif"),
-    "Olympus OIB or Zeiss ZVI": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), "stack.oib"),
-    "Imaris IMS": (b"\x89HDF\r\n\x1a\n" + bytes(900) + b"ImarisDataSet", "stack.ims"),
+    "JPEG 2000 or an early Nikon ND2": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20), "File > Import > Bio-Formats"),
+    "Olympus OIR": (b"OLYMPUSRAWFORMAT" + bytes(600), "bfconvert -series 0 stack.oir stack.ome.tif"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(900), "h5py.File"),
     "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
     "PNG": (png_encode(PLANE), "Image Sequence"),

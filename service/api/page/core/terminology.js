@@ -3,6 +3,7 @@
 /** Titles of the settings in the web UI by parameter name. @type {Record<string, string>} */
 export const SETTING_TITLES = {
   model: "Model",
+  scene: "Scene",
   channel: "Channel to segment",
   time: "Time point",
   axes: "Axes",

@@ -10,7 +10,7 @@ import { Viewer } from "../viewer/viewer.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
+import { fetchPlane, fetchVolume, findScene, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").JobReport} Job */
@@ -37,6 +37,8 @@ class ComparisonSide {
    */
   constructor(title, job, results, onselect, onchange) {
     this.job = job;
+    /** Whether the result belongs to another scene than the displayed one, which is the scene of the left result. */
+    this.isOtherScene = false;
     /** Labels without corrections. @type {Volume | null} */
     this.originalLabels = null;
     /** Editor of the labels with the corrections from this browser, null if there are no corrections. @type {LabelEditor | null} */
@@ -148,6 +150,8 @@ export async function showComparison(root, ids, signal) {
   const query = buildQuery({ ...parameters, model: jobs[0].model.split("/")[0] });
   /** @type {import("openapi").Inspection} */
   const { file } = await requestJson(`inspect?${query}`, { method: "POST", signal });
+  const displayedScene = findScene(file.scenes, parameters.scene);
+  for (const side of sides) side.isOtherScene = findScene(file.scenes, side.job.parameters.scene) !== displayedScene;
   const ranges = jobs.map(getTimeRange);
   timeSlider.show(
     Math.min(...ranges.map(([first]) => first)),
@@ -194,9 +198,9 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
   const source = { url: `stacks/${stackId}/planes`, parameters: planeParameters, fullShape };
   const image = await fetchVolume(source, signal, () => undefined);
   for (const side of sides) {
-    const { viewer, job } = side;
+    const { viewer } = side;
     const isFirstImage = viewer.scene.state.image === null;
-    const labelsSource = getLabelsSource(job, time, fullShape);
+    const labelsSource = getLabelsSource(side, time, fullShape);
     viewer.planeLoader.fetchPlane = async (axis, position, planeSignal) => {
       const { plane, step } = await fetchPlane(source, axis, position, planeSignal);
       const labels = labelsSource && (await fetchPlane(labelsSource, axis, position, planeSignal));
@@ -209,8 +213,10 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
     else viewer.refresh();
   }
   for (const side of sides) {
-    const labelsSource = getLabelsSource(side.job, time, fullShape);
-    side.hint.textContent = labelsSource ? CLICK_HINT : `This result does not include time point ${time}.`;
+    const labelsSource = getLabelsSource(side, time, fullShape);
+    side.hint.textContent = CLICK_HINT;
+    if (side.isOtherScene) side.hint.textContent = "This result belongs to another scene of the file.";
+    else if (!labelsSource) side.hint.textContent = `This result does not include time point ${time}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
     const edits = await correctionStore.loadCorrections(correctionStore.makeResultKey(side.job, time));
@@ -219,10 +225,10 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
   }
 }
 
-/** @param {Job} job @param {number} time @param {Triple} fullShape @returns {import("../volumes/planes.js").Source | null} the source of the labels at a time point, or null if the result does not include the time point */
-function getLabelsSource(job, time, fullShape) {
+/** @param {ComparisonSide} side @param {number} time @param {Triple} fullShape @returns {import("../volumes/planes.js").Source | null} the source of the labels at a time point, or null if the result does not include the displayed scene or the time point */
+function getLabelsSource({ job, isOtherScene }, time, fullShape) {
   const [first, stop] = getTimeRange(job);
-  if (time < first || time >= stop) return null;
+  if (isOtherScene || time < first || time >= stop) return null;
   const parameters = { time: job.time_points ? time - first : undefined };
   return { url: `jobs/${job.id}/planes`, parameters, fullShape };
 }
@@ -243,6 +249,7 @@ function synchronizeSides(sides) {
 
 /** Compare the two results. Give corresponding objects the same color, and return a description of the agreement. @param {ComparisonSide[]} sides */
 function compareSides([left, right]) {
+  if (right.isOtherScene) return "The results belong to different scenes of the file.";
   const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
   if (!leftLabels || !rightLabels) return "";
   if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";

@@ -1,9 +1,8 @@
-/** Channels of a stack: previews for selecting a channel, and toggles that overlay channels in the views. */
+/** Channels of a stack: their colors and names, and toggles that overlay channels in the views. */
 
 import { element, redraw } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
 import { chooseContrast } from "../viewer/scene.js";
-import { estimateQuantiles, extractPlane, paintGray } from "../volumes/slices.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -37,43 +36,11 @@ export function getChannelName(file, channel) {
   return file.channels[channel] || `Channel ${channel}`;
 }
 
-/** @param {Description} file @param {number} channel */
-function createSwatch(file, channel) {
+/** Create a dot in the color of a channel. @param {Description} file @param {number} channel */
+export function createSwatch(file, channel) {
   const dot = element("span", { class: "dot" });
   dot.style.background = `rgb(${getChannelColor(file, channel).join(" ")})`;
   return dot;
-}
-
-/**
- * Create a button with the preview, color and name of each channel.
- * @param {Description} file @param {number} selectedChannel index of the selected channel, -1 for none
- * @param {(channel: number) => Promise<Volume>} fetchMiddlePlane fetches a small plane from the middle of the stack
- * @param {(channel: number) => void} onselect
- */
-export function createChannelPreviews(file, selectedChannel, fetchMiddlePlane, onselect) {
-  const buttons = file.channels.map((_, channel) => {
-    const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
-    fetchMiddlePlane(channel).then(
-      (volume) => drawPreview(canvas, volume, getChannelColor(file, channel)),
-      () => canvas.remove(),
-    );
-    const properties = { type: "button", class: "channel", "aria-pressed": String(channel === selectedChannel) };
-    const onclick = () => onselect(channel);
-    const name = element("span", {}, createSwatch(file, channel), getChannelName(file, channel));
-    return element("button", { ...properties, onclick }, canvas, name);
-  });
-  return element("div", { class: "channels", role: "group", "aria-label": "Channel previews" }, ...buttons);
-}
-
-/** @param {HTMLCanvasElement} canvas @param {Volume} volume of one plane @param {Color} color */
-function drawPreview(canvas, volume, color) {
-  const [low, high] = estimateQuantiles(volume.data, [0.01, 0.995]);
-  const plane = extractPlane(volume, 0, 0);
-  const image = element("canvas", { width: plane.width, height: plane.height });
-  image.getContext("2d")?.putImageData(paintGray(plane, low, Math.max(high, low + 1e-9), color), 0, 0);
-  const scale = Math.max(canvas.width / plane.width, canvas.height / plane.height);
-  const [width, height] = [plane.width * scale, plane.height * scale];
-  canvas.getContext("2d")?.drawImage(image, (canvas.width - width) / 2, (canvas.height - height) / 2, width, height);
 }
 
 /** Toggles in the toolbar that overlay other channels on the segmented channel. */

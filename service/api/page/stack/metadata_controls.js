@@ -1,12 +1,16 @@
-/** Controls for metadata that is missing from a file or that the user can override: axes, channel, time points, voxel size. */
+/** Controls for metadata that is missing from a file or that the user can override: scene, axes, channel, time points, voxel size. */
 
 import { button, element, field, redraw } from "../core/elements.js";
 import { SETTING_TITLES } from "../core/terminology.js";
+import { findScene } from "../volumes/planes.js";
 import { isTimeSeries } from "../volumes/time_points.js";
-import { createChannelPreviews, getChannelName } from "./channels.js";
+import { createSwatch, getChannelColor, getChannelName } from "./channels.js";
+import { createPreviews } from "./previews.js";
 
 /** @typedef {import("openapi").Description} Description */
 /** @typedef {import("./settings_view.js").Parameters} Parameters */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {{fetchChannel: (channel: number) => Promise<Volume>, fetchScene: (scene: number) => Promise<Volume>}} PreviewFetchers functions that fetch a small plane from the middle of a channel or scene */
 
 /** Likely axes of a file, by number of dimensions. @type {Record<number, string[]>} */
 const LIKELY_AXES = {
@@ -20,7 +24,12 @@ const LIKELY_AXES = {
 /** Meaning of the axis letters. */
 export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S: color sample";
 
-/** The controls for the axes, the channel, the time points and the voxel size. */
+/** Maximum number of scenes with previews. */
+const MAX_SCENE_PREVIEWS = 24;
+/** Color of previews that show gray values. @type {import("../viewer/scene.js").Color} */
+const WHITE = [255, 255, 255];
+
+/** The controls for the scene, the axes, the channel, the time points and the voxel size. */
 export class MetadataControls {
   /** @param {import("openapi").ModelInfo[]} models @param {(changes: Parameters) => void} changeParameters called with the parameters that the user changed */
   constructor(models, changeParameters) {
@@ -29,15 +38,20 @@ export class MetadataControls {
     this.root = element("div", { class: "metadata-controls" });
     /** @type {Parameters} */
     this.parameters = {};
-    /** Function that fetches a small plane from the middle of a channel. @type {((channel: number) => Promise<import("../volumes/planes.js").Volume>) | null} */
-    this.fetchMiddlePlane = null;
-    /** Channel previews, and a key for the axes and the shape for which the previews were created. */
-    this.previews = { key: "", root: element("div") };
+    /** Names of the scenes, empty if the file has only one scene. @type {string[]} */
+    this.scenes = [];
+    this.isSceneRequired = false;
+    /** @type {PreviewFetchers | null} */
+    this.fetchers = null;
+    /** Groups of previews by label, each with a key for the part of the file that the previews show. @type {Map<string, {key: string, root: HTMLElement}>} */
+    this.previews = new Map();
   }
 
-  /** Show the controls. @param {Description} file metadata as the service interprets it @param {Parameters} parameters current settings */
-  show(file, parameters) {
+  /** Show the controls. @param {Description} file metadata as the service interprets it @param {Parameters} parameters current settings @param {boolean} isSceneRequired whether the user has to select a scene */
+  show(file, parameters, isSceneRequired) {
     this.parameters = parameters;
+    this.scenes = file.scenes;
+    this.isSceneRequired = isSceneRequired;
     redraw(this.root, () => this.#createControls(file));
   }
 
@@ -55,6 +69,7 @@ export class MetadataControls {
     const isAxesProblem = problem.slug === "ambiguous-axes" || options.length > 0;
     if (!isAxesProblem) return false;
     redraw(this.root, () => [
+      ...this.#createSceneControls(),
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Axes of the file" },
@@ -92,6 +107,7 @@ export class MetadataControls {
     const allow_incomplete = problem.suggestedValues.allow_incomplete;
     if (!allow_incomplete) return false;
     redraw(this.root, () => [
+      ...this.#createSceneControls(),
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Missing planes" },
@@ -104,7 +120,7 @@ export class MetadataControls {
 
   /** @param {Description} file @returns {import("../core/elements.js").Child[]} */
   #createControls(file) {
-    const controls = [];
+    const controls = this.#createSceneControls();
     if (file.channels.length > 1) controls.push(this.#createChannelField(file), this.#updateChannelPreviews(file));
     if (file.times > 1) controls.push(...this.#createTimeFields(file));
     controls.push(this.#createVoxelSizeField(file));
@@ -143,6 +159,38 @@ export class MetadataControls {
     );
   }
 
+  /** Create the controls for the scene, none if the file has only one scene. @returns {import("../core/elements.js").Child[]} */
+  #createSceneControls() {
+    const { scenes } = this;
+    if (scenes.length === 0) return [];
+    const selectedScene = findScene(scenes, this.parameters.scene);
+    const select = element(
+      "select",
+      { id: "scene", onchange: () => this.#selectScene(select.value) },
+      selectedScene < 0 &&
+        element("option", { value: "", selected: true }, this.isSceneRequired ? "select one" : "default"),
+      ...scenes.map((name, index) => {
+        const text = name ? `${index}: ${name}` : String(index);
+        return element("option", { value: String(index), selected: index === selectedScene }, text);
+      }),
+    );
+    const previewsText = scenes.length > MAX_SCENE_PREVIEWS ? ` The first ${MAX_SCENE_PREVIEWS} have previews.` : "";
+    const hint = `The file has ${scenes.length} images, such as fields of view.${previewsText}`;
+    const root = field(SETTING_TITLES.scene, select, element("span", { class: "muted small" }, hint));
+    root.classList.toggle("required", this.isSceneRequired && selectedScene < 0);
+    return [root, this.#updateScenePreviews()];
+  }
+
+  /** Select a scene. The selected axes, channel and time points may not exist in this scene. @param {string} scene index */
+  #selectScene(scene) {
+    if (scene === String(findScene(this.scenes, this.parameters.scene))) return;
+    this.changeParameters({ scene, axes: "", channel: "", time: "", link: "" });
+    // The controls remain unchanged if the scene cannot be read, so show immediately which scene is selected.
+    const select = this.root.querySelector("#scene");
+    if (select instanceof HTMLSelectElement) select.value = scene;
+    this.#updateScenePreviews();
+  }
+
   /** @param {Description} file */
   #createChannelField(file) {
     const { channel } = this.parameters;
@@ -160,19 +208,55 @@ export class MetadataControls {
     return field(SETTING_TITLES.channel, select);
   }
 
+  #updateScenePreviews() {
+    const { scenes } = this;
+    const key = JSON.stringify([scenes, this.parameters.allow_incomplete]);
+    const createScenePreviews = (/** @type {PreviewFetchers} */ { fetchScene }) =>
+      scenes.slice(0, MAX_SCENE_PREVIEWS).map((name, index) => ({
+        caption: [name || String(index)],
+        color: WHITE,
+        fetchPlane: () => fetchScene(index),
+      }));
+    return this.#updatePreviews(
+      "Scene previews",
+      key,
+      findScene(scenes, this.parameters.scene),
+      createScenePreviews,
+      (index) => this.#selectScene(String(index)),
+    );
+  }
+
   /** @param {Description} file */
   #updateChannelPreviews(file) {
-    const { channel } = this.parameters;
+    const { channel, scene } = this.parameters;
     const selectedChannel = channel === undefined || channel === "" ? -1 : Number(channel);
-    const { previews, fetchMiddlePlane } = this;
-    const key = `${file.axes} ${file.stored_shape}`;
-    if (previews.key !== key && fetchMiddlePlane) {
-      const selectChannel = (/** @type {number} */ index) => this.changeParameters({ channel: String(index) });
-      this.previews = { key, root: createChannelPreviews(file, selectedChannel, fetchMiddlePlane, selectChannel) };
-    }
-    const { root } = this.previews;
+    const createChannelPreviews = (/** @type {PreviewFetchers} */ { fetchChannel }) =>
+      file.channels.map((_, index) => ({
+        caption: [createSwatch(file, index), getChannelName(file, index)],
+        color: getChannelColor(file, index),
+        fetchPlane: () => fetchChannel(index),
+      }));
+    return this.#updatePreviews(
+      "Channel previews",
+      JSON.stringify([scene, file.axes, file.stored_shape]),
+      selectedChannel,
+      createChannelPreviews,
+      (index) => this.changeParameters({ channel: String(index) }),
+    );
+  }
+
+  /**
+   * Return a group of previews. The group is created again only if its key has changed.
+   * @param {string} label @param {string} key @param {number} selectedIndex index of the selected preview, -1 for none
+   * @param {(fetchers: PreviewFetchers) => import("./previews.js").Preview[]} create @param {(index: number) => void} onselect
+   */
+  #updatePreviews(label, key, selectedIndex, create, onselect) {
+    const { previews, fetchers } = this;
+    if (previews.get(label)?.key !== key && fetchers)
+      previews.set(label, { key, root: createPreviews(label, create(fetchers), onselect) });
+    const root = previews.get(label)?.root ?? element("div");
     for (const [index, preview] of [...root.children].entries())
-      preview.setAttribute("aria-pressed", String(index === selectedChannel));
+      preview.setAttribute("aria-pressed", String(index === selectedIndex));
     return root;
   }
 

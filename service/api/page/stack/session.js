@@ -9,7 +9,7 @@ import { ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
-import { fetchMiddlePlane, fetchPlane, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
+import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
 import { createChecklist, createFailureExplanation, createUnreadableStackExplanation } from "./guidance.js";
@@ -24,7 +24,7 @@ import { TimeSlider } from "./time_slider.js";
 /** @typedef {{id: string, name: string, bytes: number}} Stack id: "" if the service no longer stores the stack; bytes: size of the file */
 
 const INSPECTION_DELAY_MILLISECONDS = 250;
-/** Maximum length of the longer edge of channel previews, in voxels. */
+/** Maximum length of the longer edge of previews of channels and scenes, in voxels. */
 const MAX_PREVIEW_EDGE = 160;
 
 /** The views, settings and jobs of an open stack. */
@@ -45,6 +45,10 @@ export class Session {
     this.labelsAbort = new AbortController();
     /** The job whose labels are displayed. @type {Job | null} */
     this.job = null;
+    /** The scene of the followed job, null if no job is followed. @type {string | null} */
+    this.segmentedScene = null;
+    /** The scene that was inspected last. */
+    this.inspectedScene = "";
     /** @type {Inspection | null} */
     this.inspection = null;
     /** Whether the side panel explains why the stack cannot be shown. */
@@ -65,7 +69,10 @@ export class Session {
   #addEventListeners() {
     const { timeSlider, settings, viewer } = this;
     timeSlider.addEventListener("change", () => this.goToTimePoint(timeSlider.time).catch(this.showError));
-    settings.addEventListener("change", () => this.inspectLater());
+    settings.addEventListener("change", () => {
+      if (this.segmentedScene !== null && getScene(settings.parameters) !== this.segmentedScene) this.#leaveJob();
+      this.inspectLater();
+    });
     settings.addEventListener("run", () => this.submitJob());
     viewer.addEventListener("diameter", (event) =>
       settings.setDiameter(/** @type {CustomEvent<number>} */ (event).detail),
@@ -80,8 +87,20 @@ export class Session {
     clearTimeout(this.inspectionTimer);
   }
 
+  /** Hide the labels and the result of a job, because the views are about to show another scene. The job continues. */
+  #leaveJob() {
+    history.pushState(null, "", `#stack=${this.stackId}`);
+    this.segmentedScene = null;
+    this.jobAbort.abort();
+    this.job = null;
+    this.viewer.setLabels(null);
+    this.sidePanel.replaceChildren(createChecklist());
+  }
+
   /** Inspect the stack once the settings have not changed for a short time. */
   inspectLater() {
+    // A response for the previous settings would be shown with the new ones.
+    this.inspectionAbort.abort();
     clearTimeout(this.inspectionTimer);
     this.inspectionTimer = window.setTimeout(() => this.inspect(), INSPECTION_DELAY_MILLISECONDS);
   }
@@ -98,9 +117,18 @@ export class Session {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
       this.settings.showProblem(error);
+      if (getScene(parameters) !== this.inspectedScene) this.#hidePlanes();
       this.isUnreadable = !this.displayedPlaneParametersJson;
       if (this.isUnreadable) this.sidePanel.replaceChildren(createUnreadableStackExplanation(error));
     }
+  }
+
+  /** Hide the planes, because another scene is selected. */
+  #hidePlanes() {
+    this.planesAbort.abort();
+    this.displayedPlaneParametersJson = "";
+    this.viewer.scene.set({ overlays: [] });
+    this.viewer.root.classList.add("empty");
   }
 
   /** @param {Inspection} inspection */
@@ -108,6 +136,7 @@ export class Session {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
+    this.inspectedScene = getScene(settings.parameters);
     if (this.isUnreadable) this.sidePanel.replaceChildren(createChecklist());
     this.isUnreadable = false;
     const planeParameters = makePlaneParameters(
@@ -116,17 +145,28 @@ export class Session {
       file.time_points?.[0] ?? settings.parameters.time,
       0,
     );
-    settings.metadata.fetchMiddlePlane = (channel) =>
-      fetchMiddlePlane(
-        this.#getPlanesSource(file, { ...planeParameters, channel }),
-        MAX_PREVIEW_EDGE,
-        this.sessionAbort.signal,
-      );
+    const { signal } = this.sessionAbort;
+    settings.metadata.fetchers = {
+      fetchChannel: (channel) =>
+        fetchMiddlePlane(this.#getPlanesSource(file, { ...planeParameters, channel }), MAX_PREVIEW_EDGE, signal),
+      fetchScene: (scene) => this.#fetchScenePreview(scene, planeParameters.allow_incomplete),
+    };
+    const isTimeMissing = file.times > 1 && !settings.parameters.time;
     settings.show(inspection);
     const [first, stop] = file.time_points ?? [0, 1];
     timeSlider.show(first, stop, timeSlider.time);
+    // Without a time point, the problem of the file does not state whether the file has a default scene. The settings
+    // have just selected a time point and request another inspection.
+    if (isTimeMissing && file.scenes.length > 0) return;
     await this.#showPlanes(inspection);
     this.viewer.diameterCircle.show(settings.customDiameter);
+  }
+
+  /** Fetch a plane from the middle of another scene, whose shape is not known. @param {number} scene @param {unknown} allow_incomplete */
+  async #fetchScenePreview(scene, allow_incomplete) {
+    const { signal } = this.sessionAbort;
+    const source = { url: `stacks/${this.stackId}/planes`, parameters: { scene, time: 0, allow_incomplete } };
+    return fetchMiddlePlane({ ...source, fullShape: await fetchShape(source, signal) }, MAX_PREVIEW_EDGE, signal);
   }
 
   /** @param {import("openapi").Description} file @param {Record<string, unknown>} parameters @returns {import("../volumes/planes.js").Source} */
@@ -147,9 +187,9 @@ export class Session {
     const key = JSON.stringify(planeParameters);
     if (key === this.displayedPlaneParametersJson) return viewer.setVoxelSize(file.voxel_size);
     // Keep the contrast if only the time point changes.
-    const isNewImage =
-      this.displayedPlaneParametersJson === "" ||
-      JSON.stringify({ ...JSON.parse(this.displayedPlaneParametersJson), time: planeParameters.time }) !== key;
+    const displayedParameters = JSON.parse(this.displayedPlaneParametersJson || "{}");
+    const isNewImage = JSON.stringify({ ...displayedParameters, time: planeParameters.time }) !== key;
+    if (displayedParameters.scene !== planeParameters.scene) this.#hidePlanes();
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
     this.displayedPlaneParametersJson = key;
@@ -215,8 +255,7 @@ export class Session {
     this.labelsAbort = new AbortController();
     const signal = AbortSignal.any([this.labelsAbort.signal, this.jobAbort.signal]);
     const { url, parameters } = this.#getLabelsSource(job, [0, 0, 0]);
-    const probe = await request(`${url}?${buildQuery({ ...parameters, to: 1, step: "1,9999,9999" })}`, { signal });
-    const fullShape = /** @type {Triple} */ ((probe.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number));
+    const fullShape = await fetchShape({ url, parameters }, signal);
     const labels = await fetchVolume({ url, parameters, fullShape }, signal, (volume) => {
       if (viewer.scene.state.image === null) viewer.open(volume, null);
     });
@@ -246,6 +285,8 @@ export class Session {
         parameters: descriptions.join(", "),
         thumbnail,
       });
+      // The user may have selected another scene in the meantime.
+      if (getScene(job.parameters) !== getScene(settings.parameters)) return;
       history.pushState(null, "", `#job=${job.id}`);
       await this.followJob(job.id);
     } catch (error) {
@@ -259,6 +300,7 @@ export class Session {
   async followJob(id) {
     const { sidePanel } = this;
     const progressView = new ProgressView(sidePanel, id);
+    this.segmentedScene = getScene(this.settings.parameters);
     this.job = null;
     this.viewer.setLabels(null);
     this.jobAbort.abort();
@@ -302,6 +344,11 @@ export class Session {
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }
+}
+
+/** @param {Record<string, unknown>} parameters of a request @returns {string} the selected scene, "" for none */
+function getScene({ scene }) {
+  return String(scene ?? "");
 }
 
 /** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if the result has no objects */

@@ -4,6 +4,7 @@ import { button, element, field } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { request } from "../core/requests.js";
 import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
+import { isSceneRequired } from "../volumes/planes.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {import("openapi").Inspection} Inspection */
@@ -196,6 +197,7 @@ export class SettingsView extends EventTarget {
   show(inspection) {
     this.inspection = inspection;
     this.settings.hidden = false;
+    const needsScene = isSceneRequired(inspection.file, this.parameters);
     // The views show one time point. Select it explicitly, so that the displayed time point is also the segmented one.
     if (inspection.file.times > 1 && !this.parameters.time) this.#changeParameters({ time: "0" });
     const { file } = inspection;
@@ -219,7 +221,7 @@ export class SettingsView extends EventTarget {
       ...(file.times > 1 ? [createChip("Time points", String(file.times))] : []),
     );
     this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, toPageTerms(note))));
-    this.metadata.show(file, this.parameters);
+    this.metadata.show(file, this.parameters, needsScene);
     const model = this.models.find((candidate) => candidate.name === this.parameters.model);
     if (this.modelSummary) this.modelSummary.textContent = model?.summary ?? "";
     this.#showExample(model);
@@ -227,9 +229,11 @@ export class SettingsView extends EventTarget {
     this.runButton.disabled = inspection.problem !== null;
     this.estimateText.classList.toggle("warning-text", inspection.problem !== null);
     const needsChannel = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
-    const problem = needsChannel
-      ? "Select the channel to segment."
-      : inspection.problem && toPageTerms(inspection.problem);
+    const problem = needsScene
+      ? "Select the scene to segment."
+      : needsChannel
+        ? "Select the channel to segment."
+        : inspection.problem && toPageTerms(inspection.problem);
     this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("required", needsChannel);
     this.estimateText.textContent = problem ?? (estimate ? describeEstimate(estimate, inspection.seconds) : "");
   }

@@ -14,7 +14,7 @@ export function drawStartView(root, actions) {
   const fileInput = element("input", {
     type: "file",
     id: "file",
-    accept: ".tif,.tiff,.ozx,.zip,image/tiff",
+    accept: ".tif,.tiff,.ozx,.zip,.lsm,.czi,.nd2,.lif,.oib,.ims,image/tiff",
     class: "visually-hidden",
     "aria-label": "A TIFF stack",
     onchange: () => {

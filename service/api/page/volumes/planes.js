@@ -18,7 +18,7 @@ import { extractPlane } from "./slices.js";
  * The source of planes: a stack or the labels of a job.
  * @typedef {object} Source
  * @property {string} url
- * @property {Record<string, unknown>} parameters channel, time point and axes
+ * @property {Record<string, unknown>} parameters scene, channel, time point and axes
  * @property {Triple} fullShape shape at full resolution
  */
 
@@ -81,20 +81,34 @@ function choosePlaneStep(fullShape, axis) {
 /**
  * Request planes, and retry the request while the service is busy.
  * @param {string} url @param {Record<string, unknown>} query @param {AbortSignal} signal
- * @returns {Promise<PixelArray>}
+ * @returns {Promise<{data: PixelArray, volumeShape: Triple}>} volumeShape: shape of the volume that contains the planes
  */
 async function requestPlanes(url, query, signal) {
   for (;;) {
     try {
       const response = await request(`${url}?${buildQuery(query)}`, { signal });
       const dtype = /** @type {keyof typeof ARRAY_TYPES} */ (response.headers.get("X-StackSeg-Dtype"));
-      return new ARRAY_TYPES[dtype](await response.arrayBuffer());
+      const volumeShape = (response.headers.get("X-StackSeg-Volume") ?? "").split(",").map(Number);
+      return {
+        data: new ARRAY_TYPES[dtype](await response.arrayBuffer()),
+        volumeShape: /** @type {Triple} */ (volumeShape),
+      };
     } catch (error) {
       if (!(error instanceof Problem) || error.status !== 429) throw error;
       await new Promise((resolve) => setTimeout(resolve, RETRY_DELAY_MILLISECONDS));
       signal.throwIfAborted();
     }
   }
+}
+
+/**
+ * Fetch the shape of a volume at full resolution.
+ * @param {Omit<Source, "fullShape">} source @param {AbortSignal} signal
+ * @returns {Promise<Triple>}
+ */
+export async function fetchShape({ url, parameters }, signal) {
+  const { volumeShape } = await requestPlanes(url, { ...parameters, to: 1, step: "1,9999,9999" }, signal);
+  return volumeShape;
 }
 
 /**
@@ -105,7 +119,7 @@ async function requestPlanes(url, query, signal) {
 export async function fetchPlane({ url, parameters, fullShape }, axis, position, signal) {
   const step = choosePlaneStep(fullShape, axis);
   const range = { axis: "zyx"[axis], from: position, to: position + 1, step: step.join() };
-  const data = await requestPlanes(url, { ...parameters, ...range }, signal);
+  const { data } = await requestPlanes(url, { ...parameters, ...range }, signal);
   const shape = getSampledShape(fullShape, step);
   shape[axis] = 1;
   return { plane: extractPlane({ data, shape, step, fullShape }, axis, 0), step };
@@ -121,20 +135,45 @@ export async function fetchMiddlePlane({ url, parameters, fullShape }, maxEdge, 
   /** @type {Triple} */
   const step = [1, inPlaneStep, inPlaneStep];
   const from = fullShape[0] >> 1;
-  const data = await requestPlanes(url, { ...parameters, from, to: from + 1, step: step.join() }, signal);
+  const { data } = await requestPlanes(url, { ...parameters, from, to: from + 1, step: step.join() }, signal);
   const [, rows, columns] = getSampledShape(fullShape, step);
   return { data, shape: [1, rows, columns], step, fullShape };
 }
 
+/** @param {string[]} scenes names of the scenes of a file @param {unknown} scene parameter of a request: index or name @returns {number} index of the scene, -1 if the parameter selects no scene */
+export function findScene(scenes, scene) {
+  const text = String(scene ?? "");
+  if (text === "") return -1;
+  return /^\d+$/.test(text) && Number(text) < scenes.length ? Number(text) : scenes.indexOf(text);
+}
+
 /**
- * Return the request parameters that select the planes of one channel and time point.
+ * Return whether the user has to select one of the scenes. Until then, the service describes the first scene.
+ * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request that returned the description
+ */
+export function isSceneRequired(file, { scene, time }) {
+  // A missing time point is a problem as well, and does not mean that the file has no default scene.
+  const isTimeMissing = file.times > 1 && !time;
+  return file.scenes.length > 0 && !scene && Boolean(file.problem) && !isTimeMissing;
+}
+
+/**
+ * Return the request parameters that select the planes of one scene, channel and time point.
  * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
  * @param {number | string | undefined} time time point, used if the file has more than one @param {number | string | undefined} channel index or name
  */
-export function makePlaneParameters(file, { axes, allow_incomplete }, time, channel) {
+export function makePlaneParameters(file, parameters, time, channel) {
+  const { axes, allow_incomplete } = parameters;
+  const scene = isSceneRequired(file, parameters) ? 0 : findScene(file.scenes, parameters.scene);
   const index = file.channels.indexOf(String(channel ?? ""));
   const timeIndex = file.times > 1 ? (time ?? 0) : undefined;
-  return { channel: index >= 0 ? index : (channel ?? 0), time: timeIndex, axes, allow_incomplete };
+  return {
+    scene: scene >= 0 ? scene : undefined,
+    channel: index >= 0 ? index : (channel ?? 0),
+    time: timeIndex,
+    axes,
+    allow_incomplete,
+  };
 }
 
 /**
@@ -162,7 +201,7 @@ export async function fetchVolume({ url, parameters, fullShape }, signal, onbloc
         to: Math.min((start + planesPerBlock) * step[0], fullShape[0]),
         step: step.join(),
       };
-      const block = await requestPlanes(url, { ...parameters, ...range }, signal);
+      const { data: block } = await requestPlanes(url, { ...parameters, ...range }, signal);
       const ArrayType = /** @type {any} */ (block.constructor);
       volume ??= { data: /** @type {PixelArray} */ (new ArrayType(countVoxels(shape))), shape, step, fullShape };
       volume.data.set(block, start * shape[1] * shape[2]);

@@ -64,6 +64,7 @@ class StoredImage:
     metadata_problem  clause that explains why the container's metadata cannot be used, or ""
     channel_names     channel names in the file; there may be fewer or more names than channels
     colors            channel colors as in `Description.colours`; there may be fewer or more colors than channels
+    scenes            names of the images from which one can be selected, as in `Description.scenes`
     """
 
     container: str
@@ -77,6 +78,7 @@ class StoredImage:
     calibration: Calibration = sampling.UNKNOWN_CALIBRATION
     time_interval: TimeInterval | None = None
     notes: tuple[str, ...] = ()
+    scenes: tuple[str, ...] = ()
 
     @property
     def page(self) -> TiffPage:

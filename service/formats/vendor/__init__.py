@@ -1,0 +1,1 @@
+"""Files in the formats of microscope vendors, read with one library per format."""

@@ -1,0 +1,125 @@
+"""Imaris IMS, which is HDF5, read with h5py.
+
+Format: https://imaris.oxinst.com/support/imaris-file-format
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, BinaryIO
+
+import h5py
+import numpy as np
+
+from service.core.errors import BadFile, TooLarge
+from service.core.types import Array
+from service.formats.sampling import get_micrometers_per_unit, parse_calibration
+from service.formats.vendor.scene import Scene, SceneFile
+
+# Filters that are part of HDF5: deflate, shuffle, Fletcher32, szip, n-bit and scale-offset. HDF5 would load a library
+# for any other filter.
+_BUILT_IN_FILTERS = range(1, 7)
+MAX_CHUNK_BYTES = 2**28
+MAX_CHANNELS = 2**10
+MAX_TIME_POINTS = 2**16
+# Name that Imaris gives to channels without a name.
+_UNNAMED = "(name not specified)"
+
+
+class ImarisScene(Scene):
+    """The full resolution of an Imaris file."""
+
+    container = "Imaris IMS"
+
+    def __init__(self, file: h5py.File) -> None:
+        self._resolution = _open(file, "DataSet/ResolutionLevel 0")
+        self._image = _open(file, "DataSetInfo/Image")
+        num_times = _count_groups(self._resolution, "TimePoint", MAX_TIME_POINTS)
+        first_time = _open(self._resolution, "TimePoint 0")
+        num_channels = _count_groups(first_time, "Channel", MAX_CHANNELS)
+        pixels = _open_pixels(first_time, "Channel 0/Data")
+        # Datasets are padded to complete chunks, so the size is stored separately.
+        size = tuple(int(self._read_text(axis) or length) for axis, length in zip("ZYX", pixels.shape, strict=True))
+        if min(size) < 1 or any(stored < length for stored, length in zip(pixels.shape, size, strict=True)):
+            raise BadFile(f"The file states {size} voxels along z, y and x, but stores {pixels.shape}.")
+        self.axes, self.shape = "TCZYX", (num_times, num_channels, *size)
+        self.dtype = pixels.dtype
+        self.calibration = parse_calibration(
+            [self._find_voxel_size(axis, length) for axis, length in zip((2, 1, 0), size, strict=True)],
+            "um",
+            "the metadata of the IMS file",
+        )
+        self.channel_names = tuple(_read_channel_name(file, channel) for channel in range(num_channels))
+
+    def _read_text(self, name: str) -> str:
+        return _decode(self._image.attrs.get(name, b""))
+
+    def _find_voxel_size(self, axis: int, length: int) -> float | None:
+        """Return the voxel size in micrometers, or None if unknown."""
+        factor = get_micrometers_per_unit(self._read_text("Unit") or "um")
+        bounds = self._read_text(f"ExtMin{axis}"), self._read_text(f"ExtMax{axis}")
+        if factor is None or not all(bounds):
+            return None
+        return abs(float(bounds[1]) - float(bounds[0])) * factor / length or None
+
+    def read_plane(self, position: dict[str, int]) -> Array:
+        """Return the plane [Y, X] at a position."""
+        path = f"TimePoint {position.get('T', 0)}/Channel {position.get('C', 0)}/Data"
+        pixels = _open_pixels(self._resolution, path)
+        if pixels.dtype != self.dtype:
+            raise BadFile(f"{path} has the data type {pixels.dtype} instead of {self.dtype}.")
+        plane: Array = pixels[position.get("Z", 0), : self.shape[3], : self.shape[4]]
+        return plane
+
+
+def _open(group: h5py.Group, path: str) -> Any:
+    """Open a group or dataset of the same file. Soft and external links could refer to other files."""
+    for name in path.split("/"):
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise BadFile(f"{path} is missing or is a link.")
+        group = group[name]
+    return group
+
+
+def _open_pixels(group: h5py.Group, path: str) -> h5py.Dataset:
+    """Open a dataset [Z, Y, X] whose pixels are stored in this file. Raises BadFile, TooLarge."""
+    pixels = _open(group, path)
+    if not isinstance(pixels, h5py.Dataset) or pixels.ndim != 3 or pixels.dtype.kind not in "uif":
+        raise BadFile(f"{path} is not a volume of numbers.")
+    properties = pixels.id.get_create_plist()
+    if pixels.external or pixels.is_virtual:
+        raise BadFile(f"The pixels of {path} are in other files. Save the image as one file.")
+    if any(properties.get_filter(index)[0] not in _BUILT_IN_FILTERS for index in range(properties.get_nfilters())):
+        raise BadFile(f"{path} is compressed with a filter that is not part of HDF5.")
+    if pixels.chunks is not None and math.prod(pixels.chunks) * pixels.dtype.itemsize > MAX_CHUNK_BYTES:
+        raise TooLarge(
+            f"{path} has chunks of {pixels.chunks} voxels. At most {MAX_CHUNK_BYTES >> 20} MiB are supported."
+        )
+    return pixels
+
+
+def _count_groups(group: h5py.Group, name: str, limit: int) -> int:
+    """Count the groups "NAME 0", "NAME 1" and so on. Raises TooLarge."""
+    count = 0
+    while f"{name} {count}" in group:
+        count += 1
+        if count > limit:
+            raise TooLarge(f"The file has more than {limit} groups with the name {name}.")
+    return count
+
+
+def _read_channel_name(file: h5py.File, channel: int) -> str:
+    if f"DataSetInfo/Channel {channel}" not in file:
+        return ""
+    name = _decode(_open(file, f"DataSetInfo/Channel {channel}").attrs.get("Name", b""))
+    return "" if name == _UNNAMED else name
+
+
+def _decode(attribute: Any) -> str:
+    """Return the text of an attribute. Imaris stores arrays of single characters."""
+    return np.asarray(attribute).tobytes().decode("utf-8", "replace").strip("\0 ")
+
+
+def open_file(stream: BinaryIO) -> SceneFile:
+    """Open a file from a stream, which must stay open."""
+    return SceneFile(("",), lambda _index: ImarisScene(h5py.File(stream, "r")))

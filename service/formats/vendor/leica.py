@@ -1,0 +1,84 @@
+"""Leica LIF, read with liffile."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, BinaryIO
+
+import liffile
+import numpy as np
+
+from service.core.errors import BadFile
+from service.core.types import Array
+from service.formats.sampling import parse_calibration
+from service.formats.vendor.scene import Scene, SceneFile
+
+# liffile's letters for other axes than time, z, channel, y, x, color sample and tile.
+_OTHER_AXES = {
+    "λ": "emission wavelengths",
+    "Λ": "excitation wavelengths",
+    "H": "lifetimes",
+    "R": "rotations",
+    "L": "loops",
+}
+# Lookup tables of channels with a color.
+_COLORS = {
+    "red": "#ff0000",
+    "green": "#00ff00",
+    "blue": "#0000ff",
+    "cyan": "#00ffff",
+    "magenta": "#ff00ff",
+    "yellow": "#ffff00",
+    "gray": "#ffffff",
+}
+
+
+class LifScene(Scene):
+    """One image of a LIF file, or one tile of it."""
+
+    container = "Leica LIF"
+
+    def __init__(self, image: Any, tile: int | None) -> None:
+        self._image, self._tile = image, {} if tile is None else {"M": tile}
+        sizes = {axis: length for axis, length in image.sizes.items() if axis != "M"}
+        for axis in sizes.keys() - set("TZCYXS"):
+            raise BadFile(f"The image has {_OTHER_AXES.get(axis, f'an axis {axis}')}, which are not supported.")
+        if not {"Y", "X"} <= sizes.keys():
+            raise BadFile(f"The image was scanned along {' and '.join(sizes)}. Only images with x and y are supported.")
+        self.axes, self.shape = "".join(sizes), tuple(sizes.values())
+        self.dtype = np.dtype(image.dtype)
+        sizes_in_micrometers = [self._find_pixel_size(axis) for axis in "ZYX"]
+        self.calibration = parse_calibration(sizes_in_micrometers, "um", "the metadata of the LIF file")
+        channels = image.xml_element.findall("./Data/Image/ImageDescription/Channels/ChannelDescription")
+        self.colors = tuple(_COLORS.get(channel.get("LUTName", "").lower(), "") for channel in channels)
+
+    def _find_pixel_size(self, axis: str) -> float | None:
+        """Return the distance of two pixels in micrometers, or None if unknown. LIF files store meters."""
+        coordinates = self._image.coords.get(axis)
+        if coordinates is None or len(coordinates) < 2:
+            return None
+        size = abs(float(coordinates[-1] - coordinates[0])) / (len(coordinates) - 1) * 1e6
+        return size or None
+
+    def read_plane(self, position: dict[str, int]) -> Array:
+        """Return the plane [Y, X] or [Y, X, S] at a position."""
+        plane: Array = self._image.frame(**position, **self._tile)
+        return plane
+
+
+class _NamelessStream(io.BufferedReader):
+    """A stream without a name. The name of a stream that was opened from a descriptor is a number."""
+
+    name = ""
+
+
+def open_file(stream: BinaryIO) -> SceneFile:
+    """Open a file from a stream, which must stay open. Tiles are separate scenes."""
+    raw: Any = stream
+    scenes = list[tuple[str, Any, int | None]]()
+    for image in liffile.LifFile(_NamelessStream(raw)).images:
+        num_tiles = image.sizes.get("M", 0)
+        scenes += [(f"{image.path} tile {tile}", image, tile) for tile in range(num_tiles)] or [
+            (image.path, image, None)
+        ]
+    return SceneFile(tuple(name for name, _, _ in scenes), lambda index: LifScene(*scenes[index][1:]))
