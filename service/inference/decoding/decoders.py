@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
-from service.core.errors import BadParameter
 from service.core.quantities import Size, VoxelSize
 from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.spec import PROBABILITY_TOLERANCE, Instances, ModelSpec
+from service.models.spec import Instances, ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
@@ -156,10 +155,7 @@ class VoxelDecoder:
 
 
 def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
-    """Return the activated outputs, float32 [K, z, y, X].
-
-    Raises BadParameter if the scores of classes are not probabilities and the model specifies no activation.
-    """
+    """Return the activated outputs, float32 [K, z, y, X]."""
     scores = scores[0].float()
     match spec.activation:
         case "sigmoid":
@@ -167,22 +163,9 @@ def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
         case "softmax":
             return torch.softmax(scores, dim=0)
         case "none":
-            if not isinstance(spec.decoding, Instances):
-                _check_probabilities(spec, scores)
             return scores
     is_logit = torch.tensor([spec.get_activation(name) == "sigmoid" for name in spec.outputs], device=scores.device)
     return torch.where(is_logit[:, None, None, None], torch.sigmoid(scores), scores)
-
-
-def _check_probabilities(spec: ModelSpec, scores: Tensor) -> None:
-    lowest, highest = (float(bound) for bound in torch.aminmax(scores))
-    if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
-        raise BadParameter.for_parameter(
-            "output",
-            f"the model {spec.name} returns scores from {lowest:.3g} to {highest:.3g}, which are not probabilities, "
-            "and its model.yaml specifies no activation. Use output=classes.",
-            {"output": "classes"},
-        )
 
 
 def _find_highest_class(scores: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def check_activation(network: nn.Module, spec: ModelSpec, *, is_specified_by_ope
         raise _make_error(spec, ranges, foreground, "so they are not probabilities")
     notes = list[str]()
     if spec.activation == "none" and foreground is None and not _are_probabilities(ranges):
-        notes.append("The scores are not probabilities, and no activation is specified; only classes are available.")
+        notes.append("No activation is specified, so output=probabilities returns scores that are not probabilities.")
     name = _find_activated_output(spec, ranges)
     if name is not None and is_specified_by_operator:
         raise _make_error(spec, ranges, name, "so they are not logits; the network probably applies an activation")

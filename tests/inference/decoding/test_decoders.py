@@ -16,7 +16,6 @@ from scipy.ndimage import correlate1d, distance_transform_edt, label
 from torch import Tensor
 
 from service.core.buffers import allocate_on_disk
-from service.core.errors import BadParameter
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.cuda.watershed import estimate_watershed_bytes
@@ -246,16 +245,11 @@ def test_probabilities_and_their_logits_give_the_same_result(
             )
 
 
-def test_scores_of_classes_are_not_returned_as_probabilities(bands: ModelSpec) -> None:
+def test_without_an_activation_the_scores_of_classes_are_returned_unchanged(bands: ModelSpec) -> None:
     spec = bands.model_copy(update={"activation": "none"})
     scores = torch.cat([smooth_scores(1), smooth_scores(2)[:, :1]], dim=1)
     assert np.array_equal(decode_slabs(spec, scores, output="classes").pixels, scores[0].argmax(0).numpy())
-    with pytest.raises(BadParameter, match=r"scores from -.* are not probabilities") as error:
-        decode_slabs(spec, scores, output="probabilities")
-    assert error.value.suggested == {"output": "classes"}
-    probabilities = torch.softmax(scores, 1)
-    found = decode_slabs(spec, probabilities, output="probabilities")
-    assert np.array_equal(found.pixels, probabilities[0].numpy())
+    assert np.array_equal(decode_slabs(spec, scores, output="probabilities").pixels, scores[0].numpy())
 
 
 def test_probabilities_are_the_activated_outputs(random_nuclei: ModelSpec, bands: ModelSpec) -> None:

@@ -104,7 +104,7 @@ def test_logits_of_classes_are_imported_with_a_note_that_they_are_not_probabilit
     spec = make_spec(bands, outputs=["background", "cell"], activation="none")
     notes = check_activation(Ending("logits"), spec, is_specified_by_operator=True)
     assert len(notes) == 1
-    assert "only classes are available" in notes[0]
+    assert "scores that are not probabilities" in notes[0]
 
 
 def test_activation_of_a_package_is_reproduced_with_a_note(bands: ModelSpec) -> None:
