@@ -6,6 +6,7 @@ Format: https://imaris.oxinst.com/support/imaris-file-format
 from __future__ import annotations
 
 import math
+from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 import h5py
@@ -20,6 +21,11 @@ from service.formats.vendor.scene import Scene, SceneFile
 # for any other filter.
 _BUILT_IN_FILTERS = range(1, 7)
 MAX_CHUNK_BYTES = 2**28
+# HDF5 caches the chunks of each open dataset. Planes are read one by one, and a chunk contains several of them.
+_CACHE_BYTES = 2**26
+_CACHE_SLOTS = 10_007
+# Maximum number of datasets that are open at a time: one per channel.
+_MAX_OPEN_DATASETS = 16
 MAX_CHANNELS = 2**10
 MAX_TIME_POINTS = 2**16
 # Name that Imaris gives to channels without a name.
@@ -34,6 +40,7 @@ class ImarisScene(Scene):
     def __init__(self, file: h5py.File) -> None:
         self._resolution = _open(file, "DataSet/ResolutionLevel 0")
         self._image = _open(file, "DataSetInfo/Image")
+        self._open_pixels = lru_cache(_MAX_OPEN_DATASETS)(partial(_open_pixels, self._resolution))
         num_times = _count_groups(self._resolution, "TimePoint", MAX_TIME_POINTS)
         first_time = _open(self._resolution, "TimePoint 0")
         num_channels = _count_groups(first_time, "Channel", MAX_CHANNELS)
@@ -65,7 +72,7 @@ class ImarisScene(Scene):
     def read_plane(self, position: dict[str, int]) -> Array:
         """Return the plane [Y, X] at a position."""
         path = f"TimePoint {position.get('T', 0)}/Channel {position.get('C', 0)}/Data"
-        pixels = _open_pixels(self._resolution, path)
+        pixels = self._open_pixels(path)
         if pixels.dtype != self.dtype:
             raise BadFile(f"{path} has the data type {pixels.dtype} instead of {self.dtype}.")
         plane: Array = pixels[position.get("Z", 0), : self.shape[3], : self.shape[4]]
@@ -122,4 +129,5 @@ def _decode(attribute: Any) -> str:
 
 def open_file(stream: BinaryIO) -> SceneFile:
     """Open a file from a stream, which must stay open."""
-    return SceneFile(("",), lambda _index: ImarisScene(h5py.File(stream, "r")))
+    file = h5py.File(stream, "r", rdcc_nbytes=_CACHE_BYTES, rdcc_nslots=_CACHE_SLOTS)
+    return SceneFile(("",), lambda _index: ImarisScene(file))

@@ -7,6 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 import nd2
@@ -54,6 +55,8 @@ class Nd2Scene(Scene):
         loop_lengths = tuple(length for axis, length in loops if axis != "P")
         self.shape = (*loop_lengths, num_channels * num_samples, *self._frame_shape[:2])
         self.stored_planes = self._find_frames(file_bytes)
+        # A frame contains all channels, which are read one after another.
+        self._read_frame = lru_cache(maxsize=1)(self._decode_frame)
         self.calibration = _parse_calibration(file)
         self.time_interval = _find_time_interval(file)
         channels = [channel.channel for channel in getattr(file.metadata, "channels", None) or ()]
@@ -85,11 +88,15 @@ class Nd2Scene(Scene):
         lengths = [length for _, length in self._loops]
         indices = [self._position if axis == "P" else position.get(axis, 0) for axis, _ in self._loops]
         number = int(np.ravel_multi_index(indices, lengths)) if lengths else 0
-        frame = self._decompress_frame(number) if self._is_compressed else self._reader.read_frame(number)
+        plane: Array = self._read_frame(number)[..., position.get("C", 0)]
+        return plane
+
+    def _decode_frame(self, number: int) -> Array:
+        """Return a frame [Y, X, C] with all channels."""
+        frame: Array = self._decompress_frame(number) if self._is_compressed else self._reader.read_frame(number)
         if frame.shape != self._frame_shape:
             raise BadFile(f"A frame has {frame.shape} pixels instead of {self._frame_shape}. Export the image again.")
-        plane: Array = frame.reshape(*frame.shape[:2], -1)[..., position.get("C", 0)]
-        return plane
+        return frame.reshape(*frame.shape[:2], -1)
 
     def _decompress_frame(self, number: int) -> Array:
         """Return a frame. The library would decompress any amount of data."""
