@@ -21,8 +21,9 @@ AXIS_LETTERS = "TZCYXS"
 _UNNAMED_AXES = "QI"  # tifffile's letters for dimensions without a name
 _MAX_SUGGESTED_CHANNELS = 6  # longest unnamed dimension that is suggested as the channel axis
 
-# Maximum number of scenes that a message lists.
-MAX_LISTED_SCENES = 20
+# Maximum numbers of scenes and channels that a message lists.
+_MAX_LISTED_SCENES = 20
+_MAX_LISTED_CHANNELS = 16
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class StackPart:
 def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
     """Return the shape (C, Z, Y, X) of the selected part."""
     return len(part.channels), layout.get_length("Z"), layout.get_length("Y"), layout.get_length("X")
+
+
+def match_channels(texts: tuple[str, ...], channel_count: int) -> tuple[str, ...]:
+    """Return the names or colors of the channels, or "" for each channel if their number is wrong."""
+    return texts if len(texts) == channel_count else ("",) * channel_count
 
 
 def expand_to_cszyx(pixels: Array, letters: str) -> Array:
@@ -180,12 +186,10 @@ def select_scene(names: Sequence[str], scene: int | str) -> int:
 
 def make_scene_error(problem: str, names: Sequence[str]) -> BadParameter:
     """Return the error for a missing or wrong choice. `problem` is followed by the number and the list of scenes."""
-    listed = [f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:MAX_LISTED_SCENES])]
-    more = f" and {len(names) - MAX_LISTED_SCENES} more" if len(names) > MAX_LISTED_SCENES else ""
     count = "one scene" if len(names) == 1 else f"{len(names)} scenes"
     example = 0 if len(names) == 1 else f"0 to scene={len(names) - 1}, or by name"
     return BadParameter(
-        f"{problem} {count}: {', '.join(listed)}{more}. Choose one with scene={example}.",
+        f"{problem} {count}: {_list_names(names, _MAX_LISTED_SCENES)}. Choose one with scene={example}.",
         parameter="scene",
         suggested={"scene": "0"},
     )
@@ -281,11 +285,14 @@ def _parse_index(text: str) -> int | None:
 
 def _format_channels(channel_names: Sequence[str]) -> str:
     """Return a string such as "2 channels: 0 (DAPI), 1"."""
-    channel_list = ", ".join(
-        f"{index} ({name})" if name else str(index) for index, name in enumerate(channel_names[:16])
-    )
-    suffix = f" and {len(channel_names) - 16} more" if len(channel_names) > 16 else ""
-    return f"{len(channel_names)} channel{'s' * (len(channel_names) > 1)}: {channel_list}{suffix}"
+    channel_list = _list_names(channel_names, _MAX_LISTED_CHANNELS)
+    return f"{len(channel_names)} channel{'s' * (len(channel_names) > 1)}: {channel_list}"
+
+
+def _list_names(names: Sequence[str], max_count: int) -> str:
+    """Return a string such as "0 (DAPI), 1 and 3 more", with the indices and the names of up to `max_count` items."""
+    listed = ", ".join(f"{index} ({name})" if name else str(index) for index, name in enumerate(names[:max_count]))
+    return f"{listed} and {len(names) - max_count} more" if len(names) > max_count else listed
 
 
 def _format_shape(shape: Sequence[int]) -> str:

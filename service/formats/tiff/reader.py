@@ -73,7 +73,7 @@ def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     if sample_count > 1:
         rgb = ("#ff0000", "#00ff00", "#0000ff") if sample_count in {3, 4} else ()
         return (*rgb, *("",) * (sample_count - len(rgb))) * channel_count
-    return image.colors if len(image.colors) == channel_count else ("",) * channel_count
+    return axes.match_channels(image.colors, channel_count)
 
 
 def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
@@ -81,6 +81,6 @@ def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
     if len(image.channel_names) == channel_count * sample_count and any(image.channel_names):
         return image.channel_names
-    channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
+    channel_names = axes.match_channels(image.channel_names, channel_count)
     sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

@@ -17,8 +17,8 @@ from service.formats.tiff.unsupported_formats import FIJI_ADVICE
 from service.formats.vendor import scene
 
 EXTRA = "stackseg[vendor]"
-# Imaris names its datasets at the beginning of the file.
-_IMARIS_HEAD_BYTES = 2**16
+# Number of bytes at the beginning of a file that are searched for a mark.
+_HEAD_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,13 @@ class VendorFormat:
 
     signature  first bytes of a file
     module     module of this package that reads the format
+    mark       bytes near the beginning of a file, if files of other programs have the same signature
     """
 
     name: str
     signature: bytes
     module: str
+    mark: bytes = b""
 
 
 FORMATS = (
@@ -39,7 +41,7 @@ FORMATS = (
     VendorFormat("Nikon ND2", b"\xda\xce\xbe\x0a", "nikon"),
     VendorFormat("Leica LIF", b"\x70\0\0\0", "leica"),
     VendorFormat("Olympus OIB", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "olympus"),
-    VendorFormat("Imaris IMS", b"\x89HDF\r\n\x1a\n", "imaris"),
+    VendorFormat("Imaris IMS", b"\x89HDF\r\n\x1a\n", "imaris", b"ImarisDataSet"),
 )
 
 
@@ -47,15 +49,9 @@ def find_format(stream: BinaryIO) -> VendorFormat | None:
     """Return the format of a file, or None for all other files. Rewind the stream."""
     head = stream.read(max(len(file_format.signature) for file_format in FORMATS))
     file_format = next((each for each in FORMATS if head.startswith(each.signature)), None)
-    # HDF5 files of other programs have the same signature as Imaris files.
-    if (
-        file_format is not None
-        and file_format.module == "imaris"
-        and b"ImarisDataSet" not in stream.read(_IMARIS_HEAD_BYTES)
-    ):
-        file_format = None
+    has_mark = file_format is None or not file_format.mark or file_format.mark in stream.read(_HEAD_BYTES)
     stream.seek(0)
-    return file_format
+    return file_format if has_mark else None
 
 
 def open_stack(stream: BinaryIO, file_format: VendorFormat, selection: Selection, limit_bytes: int) -> OpenStack:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock, check_size
 from service.formats.sampling import Calibration, parse_time_interval
 from service.formats.tiff.planes import missing
+from service.formats.tiff.planes.stored_image import DECODING_ERRORS
 from service.formats.tiff.unsupported_formats import FIJI_ADVICE
 
 # Maximum number of scenes: 384 wells with 42 fields of view each.
@@ -29,19 +29,7 @@ MAX_SCENES = 2**14
 # Largest relative difference of the intervals between time points that are regarded as equal.
 _TIME_TOLERANCE = 0.1
 # Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError.
-_LIBRARY_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-    struct.error,
-)
+_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, SyntaxError)
 
 
 class Scene(ABC):
@@ -97,10 +85,8 @@ class VendorStack(OpenStack):
     @property
     def colors(self) -> tuple[str, ...]:
         """One color per stored channel, or "" if unknown."""
-        num_samples = self.layout.get_length("S")
-        if num_samples == 1 and len(self.image.colors) == len(self.channel_names):
-            return self.image.colors
-        return ("",) * len(self.channel_names)
+        colors = self.image.colors if self.layout.get_length("S") == 1 else ()
+        return axes.match_channels(colors, len(self.channel_names))
 
     @property
     def decoded_bytes(self) -> int:
@@ -222,7 +208,7 @@ def translate_errors(container: str) -> Iterator[None]:
 def _name_channels(scene: Scene, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, or "" if the file has none."""
     num_channels, num_samples = layout.get_length("C"), layout.get_length("S")
-    names = scene.channel_names if len(scene.channel_names) == num_channels else ("",) * num_channels
+    names = axes.match_channels(scene.channel_names, num_channels)
     if num_samples == 1:
         return names
     samples = ("red", "green", "blue", "alpha")[:num_samples] if num_samples in {3, 4} else ("",) * num_samples

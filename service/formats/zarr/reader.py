@@ -49,9 +49,7 @@ class ZarrStack(OpenStack):
     @property
     def colors(self) -> tuple[str, ...]:
         """One color per stored channel, or "" if unknown."""
-        return (
-            self.image.colors if len(self.image.colors) == len(self.channel_names) else ("",) * len(self.channel_names)
-        )
+        return axes.match_channels(self.image.colors, len(self.channel_names))
 
     @property
     def scenes(self) -> tuple[str, ...]:
@@ -203,7 +201,7 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStac
     channel_count = layout.get_length("C") * layout.get_length("S")
     if channel_count > _MAX_CHANNELS:
         raise TooLarge(f"The image has {channel_count} channels, but at most {_MAX_CHANNELS} are supported.")
-    channel_names = image.channel_names if len(image.channel_names) == channel_count else ("",) * channel_count
+    channel_names = axes.match_channels(image.channel_names, channel_count)
     stack = ZarrStack(image, layout, axes.select_part(layout, channel_names, selection), channel_names)
     stack.check_selection_size(limit_bytes)
     return stack

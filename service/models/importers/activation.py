@@ -40,14 +40,9 @@ def check_activation(network: nn.Module, spec: ModelSpec, *, is_specified_by_ope
     An activation from the package itself is part of the network's published behavior, so the network may apply another
     activation before it. Raises UnsupportedPackage if the activation cannot be right.
     """
-    probes = [scores for scores in _compute_probes(network, spec) if bool(scores.isfinite().all())]
-    if not probes:
+    ranges = _measure_ranges(network, spec)
+    if not ranges:
         return ()
-    channels = torch.cat([scores.flatten(2)[0] for scores in probes], 1)
-    ranges = {
-        name: ScoreRange(float(low), float(high))
-        for name, low, high in zip(spec.outputs, channels.amin(1), channels.amax(1), strict=True)
-    }
     foreground = spec.decoding.foreground if isinstance(spec.decoding, Instances) else None
     if foreground is not None and spec.get_activation(foreground) == "none" and not ranges[foreground].is_probability:
         raise _make_error(spec, ranges, foreground, "so they are not probabilities")
@@ -60,6 +55,18 @@ def check_activation(network: nn.Module, spec: ModelSpec, *, is_specified_by_ope
     if name is not None:
         notes.append(f"The package applies {spec.get_activation(name)} to scores that are never negative.")
     return tuple(notes)
+
+
+def _measure_ranges(network: nn.Module, spec: ModelSpec) -> dict[str, ScoreRange]:
+    """Return the range of the scores of each output in all probes with finite scores; empty if there are none."""
+    probes = [scores for scores in _compute_probes(network, spec) if bool(scores.isfinite().all())]
+    if not probes:
+        return {}
+    channels = torch.cat([scores.flatten(2)[0] for scores in probes], 1)
+    return {
+        name: ScoreRange(float(low), float(high))
+        for name, low, high in zip(spec.outputs, channels.amin(1), channels.amax(1), strict=True)
+    }
 
 
 def _compute_probes(network: nn.Module, spec: ModelSpec) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ from service.formats.tiff.planes import missing, page_loader
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
 
 # Errors that tifffile, its codecs and NumPy raise for damaged files.
-_DECODING_ERRORS = (
+DECODING_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -48,7 +48,7 @@ def translate_errors(activity: str) -> Iterator[None]:
         raise TooLarge(
             f"{activity.capitalize()} exceeds the memory limit for one file. Crop or downsample the stack."
         ) from error
-    except _DECODING_ERRORS as error:
+    except DECODING_ERRORS as error:
         reason = " ".join(str(error).split())[:160]
         raise BadFile(f"The file is damaged or not supported: {activity} failed ({reason or error!r}).") from error
 
