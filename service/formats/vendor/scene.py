@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ MAX_SCENES = 2**14
 # Largest relative difference of the intervals between time points that are regarded as equal.
 _TIME_TOLERANCE = 0.1
 # Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError.
-_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, SyntaxError)
+_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, SyntaxError, zlib.error)
 
 
 class Scene(ABC):
