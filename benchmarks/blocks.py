@@ -64,7 +64,7 @@ from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.windows.batching.batcher import WindowBatcher, open_batcher
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.repository import read_spec
 
 MODEL = ROOT / "models/nuclei"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import nn
 
-from service.models.architectures import build_network
+from service.models.architectures.build import build_network
 from service.models.spec import Architecture
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from service.models.architectures import build_network
+from service.models.architectures.build import build_network
 from service.models.spec import Architecture
 
 WEIGHTS = Path(__file__).parent / "data" / "bands.safetensors"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.__main__ import main
-from service.models.architectures import build_network
+from service.models.architectures.build import build_network
 from service.models.repository import read_spec
 from service.models.spec import Architecture, ModelSpec
 

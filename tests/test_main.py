@@ -361,7 +361,7 @@ def test_commands_without_a_model_do_not_import_torch(arguments: list[str]) -> N
 
 
 def test_app_does_not_import_compilers_or_optional_libraries() -> None:
-    modules = "import service.api.app, service.models.monai_architectures, sys; print(*sys.modules)"
+    modules = "import service.api.app, service.models.architectures.monai, sys; print(*sys.modules)"
     imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
     names = set(imported.stdout.split())
     assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names

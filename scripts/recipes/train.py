@@ -31,7 +31,7 @@ from scripts.recipes.sources import (
     resample_to_diameter,
     with_random_size,
 )
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, StackSource, TargetFunction, draw_batch, read_pairs
 from service.training.instance_targets import compute_instance_targets, instance_loss
 from service.training.model_folder import save_weights

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
-from service.models.architectures import build_network, count_tensor_elements
+from service.models.architectures.build import build_network, count_tensor_elements
+from service.models.decoding_spec import Instances
 from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
-from service.models.spec import PROBABILITY_TOLERANCE, Architecture, Instances, ModelSpec
+from service.models.spec import PROBABILITY_TOLERANCE, Architecture, ModelSpec
 
 _GRAPHS = "service.models.graphs"
 # Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
+from service.models.decoding_spec import Classes, FrozenModel, Instances
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -18,18 +19,14 @@ PROBABILITY_TOLERANCE = 1e-2
 ActivationName = Literal["none", "sigmoid", "softmax"]
 
 
-class _FrozenModel(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Architecture(_FrozenModel):
+class Architecture(FrozenModel):
     """The name of a network in `service.models.architectures`, and its keyword arguments."""
 
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Weights(_FrozenModel):
+class Weights(FrozenModel):
     """The weights file in the model folder: tensors for `architecture`, or a program or graph that defines the network.
 
     trusted  whether a `torchscript` file may be loaded; such a file is a program that can do everything this process
@@ -45,7 +42,7 @@ class Weights(_FrozenModel):
     output: SingleLineText | None = None
 
 
-class PercentileNormalization(_FrozenModel):
+class PercentileNormalization(FrozenModel):
     """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
 
     kind: Literal["percentile"]
@@ -60,13 +57,13 @@ class PercentileNormalization(_FrozenModel):
         return self
 
 
-class ZScoreNormalization(_FrozenModel):
+class ZScoreNormalization(FrozenModel):
     """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
 
     kind: Literal["zscore"]
 
 
-class RangeNormalization(_FrozenModel):
+class RangeNormalization(FrozenModel):
     """Normalization to (x - low) / (high - low) with fixed intensities, optionally clipped."""
 
     kind: Literal["range"]
@@ -86,7 +83,7 @@ Normalization = Annotated[
 ]
 
 
-class Input(_FrozenModel):
+class Input(FrozenModel):
     """The input of the network.
 
     channels           number of channels, in the order of `channel_names` if specified
@@ -115,47 +112,7 @@ class Input(_FrozenModel):
         return self
 
 
-class Instances(_FrozenModel):
-    """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
-
-    foreground         name of the output whose activation is the foreground probability
-    distance           name of the output with the distance to the outline of the object, in voxels or normalized
-    threshold          foreground probability above which a voxel belongs to an object
-    persistence        a maximum is merged with the higher maximum on the other side of their saddle if it rises less
-                       than this above the saddle, in units of the distance
-    minimum_size       size in voxels below which objects are dropped
-    minimum_fraction   objects are dropped if their volume is below this fraction of the volume of a sphere of diameter
-                       `input.diameter` or of a typical object in the stack, whichever is smaller
-    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
-    min_relative_odds  an object is dropped if its odds are below this fraction of the odds of a typical object in the
-                       stack; the odds are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are
-                       always kept
-    smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
-    border             keep or drop objects that touch a face of the volume
-    holes              keep or fill background that is enclosed by one object
-    """
-
-    kind: Literal["instances"]
-    foreground: str = "foreground"
-    distance: str = "distance"
-    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    persistence: Annotated[float, Field(ge=0)] = 0.1
-    minimum_size: Annotated[int, Field(ge=0)] = 16
-    minimum_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    min_relative_odds: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    smoothing: Annotated[int, Field(ge=0, le=16)] = 0
-    border: Literal["keep", "drop"] = "keep"
-    holes: Literal["keep", "fill"] = "keep"
-
-
-class Classes(_FrozenModel):
-    """One class per voxel: the output with the highest score. The first output is the background."""
-
-    kind: Literal["classes"]
-
-
-class Calibration(_FrozenModel):
+class Calibration(FrozenModel):
     """Logistic regression that estimates the confidence in a result, fitted to good and bad results of the model.
 
     intercept                       intercept of the regression
@@ -175,14 +132,14 @@ class Calibration(_FrozenModel):
     blobs: SingleLineText | None = None
 
 
-class Sample(_FrozenModel):
+class Sample(FrozenModel):
     """File names of a small input and of the labels that the model produces for it in eager FP32 mode."""
 
     input: str = "sample.tif"
     expected: str = "expected.tif"
 
 
-class Lineage(_FrozenModel):
+class Lineage(FrozenModel):
     """The origin of a model that was trained on annotated stacks, and its scores before and after training.
 
     parent       name and version of the model from which training started
@@ -201,7 +158,7 @@ class Lineage(_FrozenModel):
     remark: SingleLineText
 
 
-class ModelSpec(_FrozenModel):
+class ModelSpec(FrozenModel):
     """The content of a model file.
 
     activation  function that converts the scores of the network to probabilities and distances: one function for all

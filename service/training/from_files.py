@@ -16,7 +16,7 @@ from service.core.errors import BadParameter
 from service.core.hardware import devices
 from service.engine import precision
 from service.inference.preprocessing.normalize import normalize_channel
-from service.models.architectures import build_network
+from service.models.architectures.build import build_network
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Architecture, ModelSpec, check_trainable

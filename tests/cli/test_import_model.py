@@ -13,7 +13,7 @@ from torch import nn
 
 from service.__main__ import main
 from service.cli.import_model import QUESTIONS, ask_questions
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.repository import read_spec
 
 ARCHITECTURE = "nets.ShuffleUNet(in_channels=2, out_channels=2, widths=(4, 8))"

@@ -6,7 +6,7 @@ from monai.networks.nets.unet import UNet
 from torch import nn
 
 from service.engine.prepare import fold_batch_norms, prepare
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 
 CPU = torch.device("cpu")
 

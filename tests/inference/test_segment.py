@@ -25,7 +25,8 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result
 from service.inference.windows.batching import batcher as device_module
-from service.models.spec import Calibration, Instances, RangeNormalization
+from service.models.decoding_spec import Instances
+from service.models.spec import Calibration, RangeNormalization
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 

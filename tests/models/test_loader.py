@@ -14,7 +14,8 @@ from torch import nn
 
 from service.core.errors import BrokenModel
 from service.inference.runner.memory_estimate import measure_activation_bytes, measure_activations
-from service.models.architectures import ShuffleUNet, build_network
+from service.models.architectures.build import build_network
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.loader import compute_scores, load_network
 from service.models.network import is_plain_sequential
 from service.models.spec import Architecture, ModelSpec, Weights

@@ -12,8 +12,9 @@ from model_files import INSTANCES, change_instances, write_folder
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel
+from service.models.decoding_spec import Instances
 from service.models.repository import read_spec
-from service.models.spec import Instances, ModelSpec, Sample
+from service.models.spec import ModelSpec, Sample
 
 
 def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from service.models.architectures import build_network
+from service.models.architectures.build import build_network
 from service.models.spec import Architecture
 from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, recompute_statistics
 

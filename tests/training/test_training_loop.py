@@ -14,7 +14,7 @@ from torch import nn
 from scripts.recipes.sources import PercentileNormalization
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training import training_loop
 from service.training.examples import Pair, split_pairs
 from service.training.instance_targets import instance_loss

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from service.engine.cpu.kernel_call import KernelCall, Kernels
 from service.engine.fusion import is_plain
-from service.models import architectures
+from service.models.architectures import shuffle_unet
 
 KERNELS = Kernels(["stackseg_space_to_depth", "stackseg_depth_to_space"])
 
@@ -20,7 +20,7 @@ class _Shuffle(nn.Module):
 
 
 class SpaceToDepth(_Shuffle):
-    """`architectures.SpaceToDepth` with channels-last output. Raises OSError if the kernels are missing."""
+    """`shuffle_unet.SpaceToDepth` with channels-last output. Raises OSError if the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Move blocks of voxels into channels: [B, C, z, y, x] -> [B, C * prod(block), z / bz, y / by, x / bx]."""
@@ -35,7 +35,7 @@ class SpaceToDepth(_Shuffle):
 
 
 class DepthToSpace(_Shuffle):
-    """`architectures.DepthToSpace` with contiguous output. Raises OSError if the kernels are missing."""
+    """`shuffle_unet.DepthToSpace` with contiguous output. Raises OSError if the kernels are missing."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Move channels into blocks of voxels: [B, K * prod(block), z, y, x] -> [B, K, z * bz, y * by, x * bx]."""
@@ -53,6 +53,6 @@ class DepthToSpace(_Shuffle):
 
 def make_replacement(module: nn.Module) -> nn.Module | None:
     """Return the faster equivalent of a pixel shuffle, or None for any other module."""
-    if is_plain(module, architectures.SpaceToDepth):
+    if is_plain(module, shuffle_unet.SpaceToDepth):
         return SpaceToDepth(module.block)
-    return DepthToSpace(module.block) if is_plain(module, architectures.DepthToSpace) else None
+    return DepthToSpace(module.block) if is_plain(module, shuffle_unet.DepthToSpace) else None

@@ -22,7 +22,8 @@ from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers

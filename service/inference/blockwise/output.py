@@ -22,7 +22,7 @@ from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectStatistics, measure_box, tabulate
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.grid import as_size
-from service.models.spec import Instances
+from service.models.decoding_spec import Instances
 
 if TYPE_CHECKING:
     from service.formats.zarr.reader import ZarrStack

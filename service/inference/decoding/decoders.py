@@ -22,7 +22,8 @@ from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16

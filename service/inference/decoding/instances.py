@@ -22,7 +22,8 @@ from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit, select_foreground_logits
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 # Maximum confidence that `min_relative_odds` can require of an object.
 MAX_REQUIRED_CONFIDENCE = 0.9

@@ -8,7 +8,8 @@ from typing import Any
 from service.core.errors import BadParameter
 from service.core.quantities import Size
 from service.core.types import Extent, OutputKind, PostprocessingOptions
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 
 def require_instances(spec: ModelSpec) -> Instances:

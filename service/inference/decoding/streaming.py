@@ -15,7 +15,8 @@ from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.labels import label_basins
 from service.inference.decoding.watershed import Planes, Watershed, encode_foreground
 from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 # Probabilities closer than this to 0 or 1 are treated as this close. Rounding can even exceed 0 or 1.
 MIN_PROBABILITY = 1e-6

@@ -26,7 +26,8 @@ from service.inference.types import Plan, SkippedWindows
 from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 # Maximum distance of background voxels from their most frequent value, in standard deviations of the noise. In a window
 # of about 10^5 voxels, the maximum of the noise is typically 4.5 standard deviations above the mean.

@@ -14,7 +14,8 @@ from service.inference.decoding.postprocessing import check_postprocessing, comp
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Plan, PlannedRequest, ResourceEstimate
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 # Maximum fraction of a device's memory that one request may need. If a request needs more, its scores are decoded on
 # the host. The rest is for models, other requests and the allocator.

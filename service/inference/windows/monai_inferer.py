@@ -13,7 +13,7 @@ from service.core.sections.computing import Windows
 from service.inference.windows.blending import Slab
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import SlidingWindow, score_stack
-from service.models.monai_architectures import REQUIRED_PACKAGES, hide_packages_except
+from service.models.architectures.monai import REQUIRED_PACKAGES, hide_packages_except
 
 with hide_packages_except(REQUIRED_PACKAGES):
     from monai.inferers.utils import sliding_window_inference

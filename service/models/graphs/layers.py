@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from service.models.architectures import DepthToSpace, SpaceToDepth
+from service.models.architectures.shuffle_unet import DepthToSpace, SpaceToDepth
 from service.models.graphs.graph_module import Shape, Shapes, infer_shapes
 
 INPUT_RANK = 5

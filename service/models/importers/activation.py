@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import UnsupportedPackage
-from service.models.spec import PROBABILITY_TOLERANCE, Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import PROBABILITY_TOLERANCE, ModelSpec
 
 # Standard deviations of the noise in the probes. In networks without normalization layers, strong noise produces large
 # scores of both signs, unless an activation limits the scores.

@@ -16,7 +16,7 @@ import numpy as np
 
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
-from service.models.architectures import ARCHITECTURES
+from service.models.architectures.build import ARCHITECTURES
 from service.models.documents import MAX_BYTES
 from service.models.importers import onnx_file
 from service.models.importers.draft import (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.files.zip_archive import copy_members, open_torch_archive
-from service.models.architectures import describe_tensors
+from service.models.architectures.build import describe_tensors
 from service.models.importers.draft import MAX_PACKAGE_BYTES
 from service.models.spec import Architecture
 

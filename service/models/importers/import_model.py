@@ -20,11 +20,12 @@ from torch import Tensor
 
 from service.core.errors import BrokenModel, MissingKeys, UnsupportedPackage
 from service.core.types import Volume
-from service.models.importers import bioimageio, monai_bundle, onnx_file, single_file
+from service.models.importers import bioimageio, onnx_file, single_file
 from service.models.importers.activation import check_activation
 from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
+from service.models.importers.monai import bundle
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -80,7 +81,7 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield single_file.read(path)
         return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        readers = [importer.read for importer in (bioimageio, monai_bundle) if importer.is_package(root)]
+        readers = [importer.read for importer in (bioimageio, bundle) if importer.is_package(root)]
         if not readers:
             raise UnsupportedPackage(
                 f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "

@@ -9,7 +9,7 @@ from service.engine.backends import BACKENDS, build
 from service.engine.precision import DTYPES
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.network import count_weight_bytes
 
 EXAMPLE = torch.zeros(2, 1, 8, 8, 8)

@@ -14,7 +14,7 @@ from service.engine.cpu import graph as cpu_graph
 from service.engine.cpu import onednn, winograd
 from service.engine.cpu.graph import CpuGraph
 from service.engine.prepare import prepare
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 
 FORMAT = torch.channels_last_3d
 DTYPES = [torch.bfloat16, torch.float32]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.engine.cpu import onednn, pixel_shuffle
-from service.models import architectures
+from service.models.architectures import shuffle_unet
 
 FORMAT = torch.channels_last_3d
 
@@ -23,7 +23,7 @@ def test_shuffles_match_permutations_and_invert_each_other(block, size, batch, c
     shape = [edge * step for edge, step in zip(size, block, strict=True)]
     x = torch.randn(batch, channels, *shape).to(dtype, memory_format=layout)
     folded_image = pixel_shuffle.SpaceToDepth(block)(x)
-    assert torch.equal(folded_image, architectures.space_to_depth(x, block))
+    assert torch.equal(folded_image, shuffle_unet.space_to_depth(x, block))
     assert folded_image.is_contiguous(memory_format=FORMAT)
     for blocks in (folded_image, folded_image.contiguous(), folded_image[:1]):
         image = pixel_shuffle.DepthToSpace(block)(blocks)
@@ -38,7 +38,7 @@ def test_unaligned_views_and_non_finite_values_are_moved_unchanged(block, dtype)
     for x in (between_two_words, torch.randn(2, 1, 4, 4, 9).to(dtype)[..., 1:]):
         x[0, 0, 1, 2, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
         folded_image = pixel_shuffle.SpaceToDepth(block)(x)
-        expected = (architectures.space_to_depth(x, block), x)
+        expected = (shuffle_unet.space_to_depth(x, block), x)
         for actual, reference in zip(
             (folded_image, pixel_shuffle.DepthToSpace(block)(folded_image)), expected, strict=True
         ):
@@ -54,7 +54,7 @@ def test_size_that_is_not_a_multiple_of_the_block_is_an_error(size):
 @torch.inference_mode()
 def test_packing_a_network_replaces_its_pixel_shuffles():
     torch.manual_seed(0)
-    network = architectures.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
+    network = shuffle_unet.ShuffleUNet(1, 2, (4, 6)).eval().requires_grad_(requires_grad=False)
     x = torch.rand(2, 1, 8, 8, 8)
     expected = network(x)
     packed_network = onednn.pack_convolutions(network)

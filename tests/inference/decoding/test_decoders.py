@@ -27,7 +27,8 @@ from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.streaming import TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 from service.training.evaluate import score
 
 Array = NDArray[Any]

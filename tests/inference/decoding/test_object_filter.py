@@ -26,7 +26,8 @@ from service.inference.decoding.labels import keep_objects, look_up_labels
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 IMPLEMENTATIONS = ("kernel", "torch", "whole")
 

@@ -13,7 +13,8 @@ from service.core.quantities import ObjectVolume, VoxelSize
 from service.core.types import OutputKind, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.postprocessing import apply_postprocessing, check_postprocessing, compute_min_voxels
 from service.inference.preprocessing.resample import resample_segmentation
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5, 0.5))
 VOLUME_WITHOUT_VOXEL_SIZE = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))

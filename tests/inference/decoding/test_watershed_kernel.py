@@ -22,7 +22,8 @@ from service.inference.decoding.watershed_kernel import (
     choose_block_voxels,
     watershed_kernel,
 )
-from service.models.spec import Instances, ModelSpec
+from service.models.decoding_spec import Instances
+from service.models.spec import ModelSpec
 
 PARAMETERS = WatershedParameters(0.0, 0.1, heights_are_logits=False)
 

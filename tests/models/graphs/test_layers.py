@@ -17,7 +17,7 @@ from onnx_export import export_onnx, write_onnx
 from torch import Tensor, nn
 
 from service.engine.fusion import iter_adjacent_modules
-from service.models.architectures import DepthToSpace, ShuffleUNet, SpaceToDepth
+from service.models.architectures.shuffle_unet import DepthToSpace, ShuffleUNet, SpaceToDepth
 from service.models.graphs.onnx.network import load_onnx
 from service.models.graphs.torch_export import load_torch_export
 from service.models.network import observe_calls

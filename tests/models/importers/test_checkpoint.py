@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.spec import Architecture
 
@@ -156,7 +156,7 @@ def test_error_for_a_pickled_module_contains_a_command_that_saves_its_tensors(
     monkeypatch.chdir(tmp_path)
     torch.save(make_small_network(), tmp_path / "whole net.pth")
     with pytest.raises(
-        UnsupportedPackage, match=r"a complete pickled module, service\.models\.architectures\.ShuffleUNet"
+        UnsupportedPackage, match=r"pickled module, service\.models\.architectures\.shuffle_unet\.ShuffleUNet"
     ) as caught:
         read_checkpoint(tmp_path / "whole net.pth")
     code = str(caught.value).partition('python -c "')[2].rstrip('"')

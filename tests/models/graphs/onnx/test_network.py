@@ -22,7 +22,7 @@ from service.core.sections.computing import Engine as EngineSettings
 from service.engine.openvino import OpenVinoBackend
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig
-from service.models.architectures import ShuffleUNet
+from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.graphs.onnx.network import load_onnx
 
 SHAPE = (2, 1, 32, 32, 32)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from monai.networks.nets.basic_unet import BasicUNet
 
-from service.models import monai_architectures
-from service.models.architectures import build_network
+from service.models.architectures import monai as monai_architectures
+from service.models.architectures.build import build_network
 from service.models.spec import Architecture
 
 
@@ -47,7 +47,7 @@ def test_optional_library_does_not_leave_the_compiler_partly_imported(tmp_path):
     (tmp_path / "transformers.py").write_text("import torch._dynamo\nimport torch._inductor\n")
     code = """
 import sys
-import service.models.monai_architectures
+import service.models.architectures.monai
 assert "transformers" not in sys.modules
 assert "torch._dynamo" not in sys.modules
 """

@@ -1,4 +1,4 @@
-"""Tests of architectures: pixel shuffles, all available networks, and invalid arguments."""
+"""Tests of all available networks, and of invalid arguments."""
 
 from __future__ import annotations
 
@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
 
 from service.core.errors import BrokenModel
-from service.models.architectures import (
-    ARCHITECTURES,
-    ShuffleUNet,
-    build_network,
-    count_tensor_elements,
-    depth_to_space,
-    space_to_depth,
-)
+from service.models.architectures.build import ARCHITECTURES, build_network, count_tensor_elements
 from service.models.spec import Architecture
 
 CHANNELS = {"in_channels": 2, "out_channels": 3}
@@ -35,31 +25,6 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-edges = st.tuples(*[st.integers(1, 3)] * 3)
-
-
-@given(st.integers(1, 2), st.integers(1, 3), edges, edges)
-def test_shuffles_are_inverses(batch: int, channels: int, blocks: tuple[int, ...], block: tuple[int, ...]) -> None:
-    size = [n * b for n, b in zip(blocks, block, strict=True)]
-    x = torch.arange(batch * channels * size[0] * size[1] * size[2]).reshape(batch, channels, *size)
-    depth = space_to_depth(x, block)
-    assert depth.shape == (batch, channels * block[0] * block[1] * block[2], *blocks)
-    assert torch.equal(depth_to_space(depth, block), x)
-
-
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
-def test_shuffle_within_planes_matches_torch(channels: int, planes: int, factor: int) -> None:
-    x = torch.rand(1, channels, planes, 2 * factor, 3 * factor)
-    depth = space_to_depth(x, (1, factor, factor))
-    for plane in range(planes):
-        assert torch.equal(depth[:, :, plane], nn.functional.pixel_unshuffle(x[:, :, plane], factor))
-
-
-def test_block_becomes_the_channels_of_one_position() -> None:
-    x = torch.arange(4 * 4 * 4).reshape(1, 1, 4, 4, 4)
-    assert torch.equal(space_to_depth(x, (2, 2, 2))[0, :, 1, 0, 1], x[0, 0, 2:4, 0:2, 2:4].flatten())
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: str) -> None:
     architecture = Architecture(name=name, arguments=ARGUMENTS[name])
@@ -69,13 +34,6 @@ def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: s
     assert scores.shape == (2, 3, 16, 32, 32)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     assert count_tensor_elements(architecture) == sum(tensor.numel() for tensor in network.state_dict().values()) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_shuffle_unet_accepts_any_edges_divisible_by_its_strides(dtype: torch.dtype) -> None:
-    network = ShuffleUNet(1, 2, widths=(4, 8, 8), block=(1, 2, 2)).eval().to(dtype)
-    with torch.inference_mode():
-        assert network(torch.rand(1, 1, 4, 8, 24, dtype=dtype)).shape == (1, 2, 4, 8, 24)
 
 
 def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
@@ -121,7 +79,7 @@ def test_counting_parameters_does_not_import_torchs_compiler() -> None:
     """An import under the modes of the construction would be incomplete on a host with a GPU."""
     program = (
         "import sys\n"
-        "from service.models.architectures import count_tensor_elements\n"
+        "from service.models.architectures.build import count_tensor_elements\n"
         "from service.models.spec import Architecture\n"
         f"count_tensor_elements(Architecture(name='DynUNet', arguments={ARGUMENTS['DynUNet']!r}))\n"
         "sys.exit('torch._dynamo' in sys.modules)"

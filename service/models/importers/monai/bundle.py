@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
-from service.models.architectures import ARCHITECTURES
+from service.models.architectures.build import ARCHITECTURES
 from service.models.documents import MAX_CHARACTERS
 from service.models.importers.draft import (
     Draft,
@@ -23,7 +23,7 @@ from service.models.importers.draft import (
     find_file,
     read_mapping,
 )
-from service.models.importers.monai_arguments import check_arguments, is_positive_number
+from service.models.importers.monai.arguments import check_arguments, is_positive_number
 
 WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.pt", "state dict"),

@@ -1,0 +1,1 @@
+"""Network architectures that a model file can specify."""

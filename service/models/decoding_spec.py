@@ -1,0 +1,53 @@
+"""The schema of the key `decoding` of a model file: how scores are converted to labels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class FrozenModel(BaseModel):
+    """A part of a model file. Unknown keys are rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Instances(FrozenModel):
+    """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
+
+    foreground         name of the output whose activation is the foreground probability
+    distance           name of the output with the distance to the outline of the object, in voxels or normalized
+    threshold          foreground probability above which a voxel belongs to an object
+    persistence        a maximum is merged with the higher maximum on the other side of their saddle if it rises less
+                       than this above the saddle, in units of the distance
+    minimum_size       size in voxels below which objects are dropped
+    minimum_fraction   objects are dropped if their volume is below this fraction of the volume of a sphere of diameter
+                       `input.diameter` or of a typical object in the stack, whichever is smaller
+    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
+    min_relative_odds  an object is dropped if its odds are below this fraction of the odds of a typical object in the
+                       stack; the odds are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are
+                       always kept
+    smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
+    border             keep or drop objects that touch a face of the volume
+    holes              keep or fill background that is enclosed by one object
+    """
+
+    kind: Literal["instances"]
+    foreground: str = "foreground"
+    distance: str = "distance"
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    persistence: Annotated[float, Field(ge=0)] = 0.1
+    minimum_size: Annotated[int, Field(ge=0)] = 16
+    minimum_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_relative_odds: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    smoothing: Annotated[int, Field(ge=0, le=16)] = 0
+    border: Literal["keep", "drop"] = "keep"
+    holes: Literal["keep", "fill"] = "keep"
+
+
+class Classes(FrozenModel):
+    """One class per voxel: the output with the highest score. The first output is the background."""
+
+    kind: Literal["classes"]
