@@ -83,7 +83,7 @@ def segment(
     device fails, and LowConfidenceResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
-    if options.roi_size is not None:
+    if (options := runner.estimator.fit_window(volume, options)).roi_size is not None:
         variant = runner.with_window(options, request.estimate)
         return segment(variant, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
     call = _Call(runner, volume, options, callbacks, Stages())
@@ -162,7 +162,15 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringResult[Decoder]:
     """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
-    make_request_decoder = partial(make_decoder, spec, size, plan.output, call.volume.voxel_size, runner.allocate)
+    make_request_decoder = partial(
+        make_decoder,
+        spec,
+        size,
+        plan.output,
+        call.volume.voxel_size,
+        runner.allocate,
+        cancelled=call.callbacks.cancelled,
+    )
     compute_slabs = partial(
         runner.choose_inferer(call.callbacks.run),
         cancelled=call.callbacks.cancelled,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 
 class FrozenModel(BaseModel):
@@ -45,6 +45,45 @@ class Instances(FrozenModel):
     smoothing: Annotated[int, Field(ge=0, le=16)] = 0
     border: Literal["keep", "drop"] = "keep"
     holes: Literal["keep", "fill"] = "keep"
+
+
+class Rays(FrozenModel):
+    """Directions in which the distance from a voxel to the outline of its object is predicted.
+
+    kind        golden-spiral: points on a spiral around a sphere, as in `stardist.Rays_GoldenSpiral`
+    count       number of directions
+    anisotropy  factors (z, y, x) by which the directions are divided, so that they are evenly distributed over objects
+                in a stack of anisotropic voxels; None: (1, 1, 1)
+    """
+
+    kind: Literal["golden-spiral"] = "golden-spiral"
+    count: Annotated[int, Field(ge=4, le=1024)]
+    anisotropy: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+
+
+class StarConvex(FrozenModel):
+    """Parameters of the decoding of star-convex polyhedra with non-maximum suppression, as in StarDist.
+
+    The first output is the object probability. The other outputs are the distances to the outline of the object along
+    the rays, in voxels. The outputs may be coarser than the image.
+
+    rays            directions of the distances
+    grid            number of voxels along (z, y, x) that one score stands for
+    threshold       object probability above which a voxel is a candidate for the origin of a polyhedron
+    nms_threshold   a polyhedron is suppressed if a more probable one shares more than this fraction of the smaller one
+    minimum_size    size in voxels below which objects are dropped
+    min_confidence  objects are dropped if the probability of their polyhedron is below this value
+    border          keep or drop objects that touch a face of the volume
+    """
+
+    kind: Literal["star-convex"]
+    rays: Rays
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt] = (1, 1, 1)
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    nms_threshold: Annotated[float, Field(ge=0, le=1)] = 0.4
+    minimum_size: Annotated[int, Field(ge=0)] = 0
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    border: Literal["keep", "drop"] = "keep"
 
 
 class Classes(FrozenModel):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures.build import build_network, count_tensor_elements
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Instances, StarConvex
 from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import PROBABILITY_TOLERANCE, Architecture, ModelSpec
@@ -46,11 +47,21 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     this run. Raises BrokenModel if the weights do not fit the architecture, or if the shape of the scores does not
     match the model file.
     """
+    _check_requirements(spec)
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
         network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
     _check_network(network, spec, forward)
     return network
+
+
+def _check_requirements(spec: ModelSpec) -> None:
+    """Raise BrokenModel if a package that decodes the scores is not installed."""
+    if isinstance(spec.decoding, StarConvex) and find_spec("stardist") is None:
+        raise BrokenModel(
+            f"{spec.folder}: `decoding.kind: star-convex` requires the package stardist; install it with pip install "
+            "'stackseg[stardist]'."
+        )
 
 
 def _read_network(spec: ModelSpec) -> nn.Module:
@@ -111,7 +122,8 @@ def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
 @torch.inference_mode()
 def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
-    expected_shape = (1, len(spec.outputs), *spec.input.roi_size)
+    score_size = (length // step for length, step in zip(spec.input.roi_size, spec.score_step, strict=True))
+    expected_shape = (1, len(spec.outputs), *score_size)
     if max(math.prod(shape), math.prod(expected_shape)) > MAX_ELEMENTS:
         raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large; reduce the size.")
     tensors = [*network.parameters(), *network.buffers()]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
-from service.models.decoding_spec import Classes, FrozenModel, Instances
+from service.models.decoding_spec import Classes, FrozenModel, Instances, StarConvex
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -178,7 +178,7 @@ class ModelSpec(FrozenModel):
     input: Input
     outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: ActivationName | dict[str, Literal["none", "sigmoid"]] = "none"
-    decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
+    decoding: Annotated[Instances | Classes | StarConvex, Field(discriminator="kind")]
     confidence: Calibration | None = None
     sample: Sample | None = None
     lineage: Lineage | None = None
@@ -198,6 +198,28 @@ class ModelSpec(FrozenModel):
     def network_name(self) -> str:
         """Name of the architecture, or the kind of weights file if the file includes the network."""
         return self.architecture.name if self.architecture is not None else self.weights.kind
+
+    @property
+    def detects_objects(self) -> bool:
+        """Whether the scores are converted to objects, not to classes of voxels."""
+        return not isinstance(self.decoding, Classes)
+
+    @property
+    def probability_outputs(self) -> tuple[str, ...]:
+        """Names of the outputs that a request for probabilities returns."""
+        return self.outputs[:1] if isinstance(self.decoding, StarConvex) else self.outputs
+
+    @property
+    def score_step(self) -> tuple[int, int, int]:
+        """Number of voxels along (z, y, x) that one score of the network stands for."""
+        return self.decoding.grid if isinstance(self.decoding, StarConvex) else (1, 1, 1)
+
+    @property
+    def window_alignment(self) -> tuple[int, int, int] | None:
+        """Numbers (z, y, x) of which the first voxels of all windows must be multiples, or None for any voxels."""
+        if not isinstance(self.decoding, StarConvex):
+            return None
+        return self.input.roi_multiple or self.decoding.grid
 
     def get_activation(self, output: str) -> ActivationName:
         """Return the activation of the output with this name."""
@@ -238,6 +260,21 @@ class ModelSpec(FrozenModel):
                 "outputs: softmax and `decoding.kind: classes` compare at least two outputs, but there is only one, "
                 f"{self.outputs[0]!r}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_star_convex(self) -> Self:
+        decoding = self.decoding
+        if not isinstance(decoding, StarConvex):
+            return self
+        count, required_count = len(self.outputs), 1 + decoding.rays.count
+        if count != required_count:
+            raise ValueError(f"outputs: {decoding.rays.count} rays require {required_count} outputs, not {count}")
+        steps = (self.input.roi_multiple or self.input.roi_size, self.input.roi_size)
+        if any(n % step for lengths in steps for n, step in zip(lengths, decoding.grid, strict=True)):
+            raise ValueError("input.roi_size and input.roi_multiple must be multiples of decoding.grid")
+        if any(self.get_activation(name) != "none" for name in self.outputs[1:]):
+            raise ValueError("activation: the distances of `decoding.kind: star-convex` need the activation none")
         return self
 
     @model_validator(mode="after")

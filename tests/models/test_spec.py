@@ -103,3 +103,37 @@ def test_files_outside_the_model_folder_are_rejected(file: str) -> None:
     for key in ("weights.file", "sample.input", "sample.expected"):
         with pytest.raises(ValidationError, match="must be a plain file name inside the model folder"):
             ModelSpec.model_validate(change_instances(key, file) | {"folder": Path()})
+
+
+RAYS = {"count": 4}
+STAR_CONVEX: dict[str, Any] = {
+    "outputs": ["probability", "up", "down", "left", "right"],
+    "activation": {"probability": "sigmoid", "up": "none", "down": "none", "left": "none", "right": "none"},
+    "decoding": {"kind": "star-convex", "rays": RAYS, "grid": [1, 2, 2]},
+}
+
+
+def test_scores_of_star_convex_models_may_be_coarser_than_voxels(tmp_path: Path) -> None:
+    spec = read_spec(write_folder(tmp_path / "coarse", INSTANCES | STAR_CONVEX))
+    assert (spec.score_step, spec.window_alignment) == ((1, 2, 2), spec.input.roi_multiple or (1, 2, 2))
+    assert (spec.detects_objects, spec.probability_outputs) == (True, ("probability",))
+    other = read_spec(write_folder(tmp_path / "fine", INSTANCES))
+    assert (other.score_step, other.window_alignment) == ((1, 1, 1), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"decoding": {"kind": "star-convex", "rays": {"count": 5}}}, "5 rays require 6 outputs, not 5"),
+        ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [1, 3, 3]}}, "multiples of decoding.grid"),
+        ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [0, 1, 1]}}, "greater than 0"),
+        ({"activation": "sigmoid"}, "need the activation none"),
+        ({"activation": "softmax"}, "need the activation none"),
+        ({"activation": {"probability": "sigmoid"}}, "one function for each of the outputs"),
+        ({"decoding": {"kind": "star-convex", "rays": {"count": 2**40}}}, "less than or equal to 1024"),
+    ],
+    ids=str,
+)
+def test_inconsistent_star_convex_models_are_rejected(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(BrokenModel, match=problem):
+        read_spec(write_folder(tmp_path, INSTANCES | STAR_CONVEX | changes))

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import service
 from service.core.errors import BadFile, Cancelled, NotReady, ReaderKilled, StackSegError, TooLarge
@@ -184,14 +185,8 @@ class ReaderProcess:
             self._control, child_socket = socket.socketpair()
             open_files.enter_context(self._control)
             with child_socket:
-                process = subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
-                    # -P: do not import modules from the working directory, to which other users may be able to write.
-                    [sys.executable, "-P", "-m", *self._arguments],
-                    stdin=child_socket.fileno(),
-                    stdout=self._error_output,
-                    stderr=self._error_output,
-                    env=make_child_environment(),
-                )
+                files = (child_socket.fileno(), self._error_output, self._error_output)
+                process = start_module(self._arguments, make_child_environment(), files)
             self._files = open_files.pop_all()
         return process
 
@@ -279,6 +274,25 @@ class ReaderProcess:
 def _warn_about_missing_layer(layer: str, reason: str) -> None:
     """Log a warning about a missing layer of confinement, but only once per layer and reason."""
     _log.warning("Processes that read files run without the confinement layer %s: %s.", layer, reason)
+
+
+def start_module(
+    arguments: Sequence[str], environment: Mapping[str, str], files: tuple[int | IO[bytes], IO[bytes], IO[bytes]]
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package in a child process.
+
+    arguments  the module and its arguments
+    files      standard input, standard output and standard error
+    """
+    stdin, stdout, stderr = files
+    return subprocess.Popen(  # noqa: S603 - this interpreter with a module of this package
+        # -P: do not import modules from the working directory, to which other users may be able to write.
+        [sys.executable, "-P", "-m", *arguments],
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+    )
 
 
 def make_child_environment() -> dict[str, str]:

@@ -22,7 +22,7 @@ from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Instances, StarConvex
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -240,6 +240,12 @@ def _check_decoding(decoding: object, output: str) -> None:
         raise BadParameter(
             "output: block-wise segmentation cannot write probabilities. Use output=labels or output=classes.",
             parameter="output",
+        )
+    if isinstance(decoding, StarConvex):
+        raise BadParameter(
+            "model: block-wise segmentation does not support star-convex polyhedra, because non-maximum suppression"
+            " compares the polyhedra of the whole volume. Omit --workers, or use a different model.",
+            parameter="model",
         )
     if output != "labels" or not isinstance(decoding, Instances):
         return

@@ -147,7 +147,7 @@ class Layout:
         padded_size = [axis[-1] + window_length - axis[0] for axis, window_length in zip(starts, self.roi, strict=True)]
         z, y, x = (tuple(start - axis[0] for start in axis) for axis in starts)
         size = [min(padded_length, length) for padded_length, length in zip(padded_size, self.size, strict=True)]
-        return Grid(as_size(size), self.roi, grid.pad_before, as_size(padded_size), (z, y, x))
+        return Grid(as_size(size), self.roi, grid.pad_before, as_size(padded_size), (z, y, x), as_size(size))
 
 
 @dataclass(frozen=True)

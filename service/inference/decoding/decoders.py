@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,15 +19,20 @@ from torch import Tensor
 
 from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
-from service.core.types import OutputKind, Segmentation
+from service.core.types import CancellationCheck, OutputKind, Segmentation, never_cancelled
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Instances, StarConvex
 from service.models.spec import ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
+# Fraction of the scores of a dense tissue that are candidates for polyhedra, for the estimate of the memory. They are
+# near the centers of objects: half of the radius is an eighth of the volume.
+CANDIDATE_FRACTION = 1 / 16
+# Memory of the child process that renders polyhedra, with NumPy and SciPy but without arrays.
+CHILD_PROCESS_BYTES = 100 * 2**20
 
 
 class Decoder(Protocol):
@@ -51,27 +57,37 @@ def make_decoder(  # noqa: PLR0913
     allocate: Allocator = np.zeros,
     *,
     start_watershed: WatershedFactory | None = None,
+    cancelled: CancellationCheck = never_cancelled,
 ) -> Decoder:
     """Return the decoder for an output of this model.
 
     size             (Z, Y, X) of the volume
     allocate         creates the result array
     start_watershed  creates the watershed, as in `InstanceDecoder`
+    cancelled        returns whether the request was canceled; called if decoding the last slab takes long
     """
     decoding, num_outputs = spec.decoding, len(spec.outputs)
+    if output == "labels" and isinstance(decoding, StarConvex):
+        # Most services have no such model.
+        module = import_module("service.inference.decoding.star_convex.decoder")
+        decoder: Decoder = module.StarConvexDecoder(spec, decoding, size, voxel_size, cancelled)
+        return decoder
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
-    class_names: tuple[str, ...] = spec.outputs
+    class_names: tuple[str, ...] = spec.probability_outputs
     convert: Callable[[Tensor], Tensor]
     if kind == "probabilities":
-        pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
+        pixels, convert = allocate((len(class_names), *size), np.float32), partial(_compute_probabilities, spec)
+    elif isinstance(decoding, StarConvex):
+        pixels, class_names = allocate(size, np.uint8), ("background", "object")
+        convert = partial(_find_candidates, spec, decoding)
     elif isinstance(decoding, Instances):
         pixels, class_names = allocate(size, np.uint8), ("background", decoding.foreground)
         convert = partial(_find_foreground, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
-    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert)
+    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert, spec.score_step)
 
 
 class HostDecoder:
@@ -99,12 +115,17 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
     voxels = math.prod(size)
     if output != "labels":
         # The result is collected on the host, even if the scores are on another device.
-        result_bytes = voxels if output == "classes" else 4 * len(spec.outputs) * voxels
+        result_bytes = voxels if output == "classes" else 4 * len(spec.probability_outputs) * voxels
         return (
             DecodingMemory(result_bytes)
             if result_bytes < LARGE_ARRAY_BYTES
             else DecodingMemory(0, disk_bytes=result_bytes)
         )
+    if isinstance(spec.decoding, StarConvex):
+        # A file that may be in memory contains the candidates, and the child process sorts a copy. The labels exist as
+        # 32-bit integers and in their final type.
+        candidate_bytes = 4 * (4 + spec.decoding.rays.count) * voxels * CANDIDATE_FRACTION // math.prod(spec.score_step)
+        return DecodingMemory(int(2 * candidate_bytes + CHILD_PROCESS_BYTES + (4 + 4) * voxels))
     # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
     # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
     # stacks.
@@ -142,17 +163,32 @@ class VoxelDecoder:
     """Decoder that converts each voxel independently and writes it into the pixels of a segmentation.
 
     convert  converts raw scores [1, K, z, y, X] to pixels [..., z, y, X]
+    step     number of voxels along (z, y, x) that one score stands for
     """
 
-    def __init__(self, segmentation: Segmentation, convert: Callable[[Tensor], Tensor]) -> None:
-        self._segmentation, self._convert = segmentation, convert
+    def __init__(self, segmentation: Segmentation, convert: Callable[[Tensor], Tensor], step: Size = (1, 1, 1)) -> None:
+        self._segmentation, self._convert, self._step = segmentation, convert, step
 
     def add(self, z0: int, y0: int, scores: Tensor) -> None:
+        pixels = self._segmentation.pixels
         for first, part in split_planes(z0, scores):
-            write_slab(self._segmentation.pixels, first, y0, self._convert(part).cpu().numpy())
+            slab, z, y = self._convert(part).cpu().numpy(), first * self._step[0], y0 * self._step[1]
+            for axis, factor in enumerate(self._step, -3):
+                slab = slab.repeat(factor, axis) if factor > 1 else slab
+            write_slab(pixels, z, y, slab[..., : pixels.shape[-3] - z, : pixels.shape[-2] - y, : pixels.shape[-1]])
 
     def finish(self) -> Segmentation:
         return self._segmentation
+
+
+def _compute_probabilities(spec: ModelSpec, scores: Tensor) -> Tensor:
+    """Return the activated outputs that are probabilities, float32 [K, z, y, X]."""
+    return _activate(spec, scores)[: len(spec.probability_outputs)]
+
+
+def _find_candidates(spec: ModelSpec, decoding: StarConvex, scores: Tensor) -> Tensor:
+    """Return the mask of scores that may be origins of polyhedra, bool [z, y, X]."""
+    return _activate(spec, scores)[0] > decoding.threshold
 
 
 def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:

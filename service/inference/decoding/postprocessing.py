@@ -8,7 +8,7 @@ from typing import Any
 from service.core.errors import BadParameter
 from service.core.quantities import Size
 from service.core.types import Extent, OutputKind, PostprocessingOptions
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Classes, Instances, StarConvex
 from service.models.spec import ModelSpec
 
 
@@ -22,7 +22,13 @@ def require_instances(spec: ModelSpec) -> Instances:
 def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: PostprocessingOptions) -> None:
     """Check that the post-processing options apply to the output of a model. Raises BadParameter otherwise."""
     for name in postprocessing.overrides:
-        if not isinstance(spec.decoding, Instances):
+        if name == "fill_holes" and isinstance(spec.decoding, StarConvex):
+            raise BadParameter(
+                f"fill_holes: the objects of the model {spec.name} are polyhedra, which have no holes. Remove this"
+                " option.",
+                parameter=name,
+            )
+        if not spec.detects_objects:
             raise BadParameter(
                 f"{name}: this option applies to objects, but the model {spec.name} assigns a class to each voxel."
                 " Remove this option.",
@@ -68,7 +74,7 @@ def apply_postprocessing(
     Raises the same errors as `compute_min_voxels`.
     """
     decoding = spec.decoding
-    if not isinstance(decoding, Instances):
+    if isinstance(decoding, Classes):
         return spec
     changes: dict[str, Any] = {}
     if postprocessing.minimum_size is not None:
@@ -76,14 +82,13 @@ def apply_postprocessing(
         max_stack_voxels = math.prod(
             -(-n // grid_length) for n, grid_length in zip(volume.shape[1:], size, strict=True)
         )
-        changes = {
-            "minimum_size": -(-compute_min_voxels(postprocessing, volume) // max_stack_voxels),
-            "minimum_fraction": 0.0,
-        }
+        changes["minimum_size"] = -(-compute_min_voxels(postprocessing, volume) // max_stack_voxels)
+        if isinstance(decoding, Instances):
+            changes["minimum_fraction"] = 0.0
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(postprocessing, name)) is not None:
             changes[name] = value
-    if postprocessing.min_confidence is not None:
+    if postprocessing.min_confidence is not None and isinstance(decoding, Instances):
         changes["min_relative_odds"] = 0.0
     if postprocessing.fill_holes is not None:
         changes["holes"] = "fill" if postprocessing.fill_holes else "keep"

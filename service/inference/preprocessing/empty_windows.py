@@ -25,7 +25,8 @@ from service.inference.preprocessing.percentiles import has_one_value
 from service.inference.types import Plan, SkippedWindows
 from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
-from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan, WindowSlot
+from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan
+from service.inference.windows.slots import WindowSlot
 from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
 

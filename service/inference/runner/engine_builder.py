@@ -21,8 +21,10 @@ from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.runner.label_agreement import MAX_WRONG_FRACTION, LabelAgreement
-from service.inference.windows.blending import Blending
+from service.inference.windows.blending import Blending, BlendingMode
+from service.inference.windows.grid import Sampling
 from service.inference.windows.sliding_window import SlidingWindow
+from service.models.decoding_spec import StarConvex
 from service.models.network import Network
 from service.models.spec import ModelSpec
 
@@ -127,7 +129,10 @@ class EngineBuilder:
         """Return a `SlidingWindow` for `network`. It has a single stream if `batch_size` is smaller than configured."""
         windows = self._settings.windows
         # MONAI blends the windows itself, and needs the unweighted scores of each window.
-        mode = "constant" if windows.inferer == "monai" else windows.blending
+        mode: BlendingMode = "constant" if windows.inferer == "monai" else windows.blending
+        if isinstance(self._spec.decoding, StarConvex):
+            # Non-maximum suppression depends on small differences of scores, so windows are joined as in StarDist.
+            mode = "nearest"
         return SlidingWindow(
             network,
             self._spec.input.channels,
@@ -138,6 +143,7 @@ class EngineBuilder:
             dtype=backends.get_batch_dtype(config),
             memory_format=backends.MEMORY_FORMATS[config.memory_format],
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
+            sampling=Sampling(self._spec.window_alignment, self._spec.score_step),
         )
 
     def make_eager_config(self, precision_name: str) -> EngineConfig:
@@ -187,7 +193,7 @@ class EngineBuilder:
         )
         log.warning("%s. The model runs eagerly in fp32 instead.", description)
         del engine
-        return _require_same_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
+        return self._require_score_size(self.build(replace(self.make_eager_config("fp32"), sw_batch_size=batch_size)))
 
     def _rebuild(self, config: EngineConfig, batch_size: int) -> ReadyEngine:
         config = replace(config, sw_batch_size=batch_size)
@@ -195,24 +201,23 @@ class EngineBuilder:
             engine = "cudagraph" if self._device.type == "cuda" else "eager"
             config = replace(config, engine=engine, compile_mode=None)
         try:
-            return _require_same_size(self.build(config))
+            return self._require_score_size(self.build(config))
         except backends.ENGINE_ERRORS as error:
             if config.engine == "eager":
                 raise
             reason = backends.get_first_line(error)
             log.warning("%s does not run in %s and will run eagerly: %s", self._spec.identifier, config, reason)
-            return _require_same_size(self.build(replace(config, engine="eager")))
+            return self._require_score_size(self.build(replace(config, engine="eager")))
 
-
-def _require_same_size(engine: ReadyEngine) -> ReadyEngine:
-    """Return the engine. Raises RuntimeError if the size of its scores differs from the size of its windows."""
-    batch = engine.window.batch
-    scores = engine.window.network(batch)
-    if scores.shape[2:] != batch.shape[2:]:
-        raise RuntimeError(
-            f"the size of the scores, {'x'.join(map(str, scores.shape[2:]))}, differs from the window size"
-        )
-    return engine
+    def _require_score_size(self, engine: ReadyEngine) -> ReadyEngine:
+        """Return the engine. Raises RuntimeError if the size of its scores does not match the size of its windows."""
+        batch, step = engine.window.batch, self._spec.score_step
+        scores = engine.window.network(batch)
+        if any(n * factor != length for n, factor, length in zip(scores.shape[2:], step, batch.shape[2:], strict=True)):
+            raise RuntimeError(
+                f"the size of the scores, {'x'.join(map(str, scores.shape[2:]))}, does not match the window size"
+            )
+        return engine
 
 
 def choose_default_batch_size(settings: Settings, device: torch.device) -> int:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.quantities import DiameterSetting, Size
+from service.core.quantities import Diameter, DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, compute_min_voxels
+from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Plan, PlannedRequest, ResourceEstimate
+from service.inference.windows.grid import fit_window_length, round_up
 from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Instances, StarConvex
 from service.models.spec import ModelSpec
 
 # Maximum fraction of a device's memory that one request may need. If a request needs more, its scores are decoded on
@@ -43,6 +45,9 @@ def make_plan(
     overlap = _choose_overlap(settings, options)
     _check_limits(settings.limits, batch_size, overlap)
     skip_below = windows.skip_below if options.skip_below is None else options.skip_below
+    if isinstance(spec.decoding, StarConvex):
+        _check_star_convex(spec, settings, options)
+        skip_below = "none"
     if windows.inferer == "monai" and skip_below != "none":
         raise BadParameter(
             "This service uses MONAI's inferer, which cannot skip windows. Omit skip_below=.",
@@ -60,6 +65,28 @@ def make_plan(
         postprocessing=options.postprocessing,
         views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
     )
+
+
+def _check_star_convex(spec: ModelSpec, settings: Settings, options: Options) -> None:
+    """Raise BadParameter for options that a model with `decoding.kind: star-convex` does not support."""
+    if settings.windows.inferer == "monai":
+        raise BadParameter(
+            f"This service uses MONAI's inferer, which does not support {spec.name}, because the model predicts "
+            "star-convex polyhedra. Use a different model."
+        )
+    if options.quality == "best":
+        raise BadParameter(
+            f"quality: {spec.name} predicts distances along fixed directions, which cannot be averaged over mirrored "
+            "views. Use quality=fast.",
+            parameter="quality",
+            suggested={"quality": "fast"},
+        )
+    if options.skip_below not in (None, "none"):
+        raise BadParameter(
+            f"skip_below: empty windows cannot be skipped with {spec.name}, because the model predicts star-convex "
+            "polyhedra. Omit skip_below=.",
+            parameter="skip_below",
+        )
 
 
 def _choose_overlap(settings: Settings, options: Options) -> float:
@@ -107,14 +134,13 @@ def _format_size(size: Size) -> str:
 
 
 def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> OutputKind:
-    has_instances = spec.decoding.kind == "instances"
-    if requested_output == "labels" and not has_instances:
+    if requested_output == "labels" and not spec.detects_objects:
         raise BadParameter(
             f"{spec.name} predicts classes, not objects. Use output=classes or output=probabilities.",
             parameter="output",
             suggested={"output": "classes"},
         )
-    return requested_output or ("labels" if has_instances else "classes")
+    return requested_output or ("labels" if spec.detects_objects else "classes")
 
 
 def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
@@ -170,6 +196,27 @@ class Estimator:
             score_bytes=None if self.score_bytes is None else int(self.score_bytes * scale),
         )
 
+    def fit_window(self, volume: Extent, options: Options) -> Options:
+        """Return options with a window that suits the size of the volume, if the model predicts star-convex polyhedra.
+
+        The window is not larger than the volume. Like StarDist, the network then sees the faces of the volume instead
+        of padding, which would change the objects there. If the volume is only slightly larger than the window, a
+        smaller window is used, so that the parts of two windows near their edges do not coincide.
+
+        Raises the same errors as `compute_working_size`.
+        """
+        alignment = self.spec.window_alignment
+        if alignment is None:
+            return options
+        diameter = options.diameter if isinstance(options.diameter, Diameter) else None
+        size = round_up(compute_working_size(volume, self.spec, diameter), alignment)
+        overlap, roi_size = _choose_overlap(self.settings, options), options.roi_size or self.spec.input.roi_size
+        z, y, x = (
+            fit_window_length(length, window_length, overlap, multiple)
+            for length, window_length, multiple in zip(size, roi_size, alignment, strict=True)
+        )
+        return options if (z, y, x) == roi_size else replace(options, roi_size=(z, y, x))
+
     def plan(self, options: Options) -> Plan:
         """Plan a request without a volume. Raises the same errors as `make_plan` and `replace_window_size`."""
         if options.roi_size is not None:
@@ -195,6 +242,7 @@ class Estimator:
 
         Raises BadParameter for invalid options or channels, and TooLarge for more windows than the limit allows.
         """
+        options = self.fit_window(volume, options)
         if options.roi_size is not None:
             return self.with_window_size(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)

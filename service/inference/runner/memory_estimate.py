@@ -20,6 +20,7 @@ from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.models.decoding_spec import StarConvex
 from service.models.network import iter_modules
 from service.models.spec import ModelSpec
 
@@ -46,11 +47,11 @@ def estimate_request(
     """
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     channels = spec.input.channels
-    grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
-    source_shape = _count_source_voxels(grid, stored_size)
+    grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.window_alignment)
+    score_grid, source_shape = grid.divide(spec.score_step), _count_source_voxels(grid, stored_size)
     num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
-    if plan.output == "labels" and not (memory.uses_host_memory or plan.decode_on_host):
+    if plan.output == "labels" and not (memory.uses_host_memory or _decodes_on_host(spec, plan)):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
@@ -58,7 +59,7 @@ def estimate_request(
     if decoding_memory.disk_bytes:
         host_bytes += 4 * volume.shape[0] * math.prod(volume.shape[2:]) * source_shape[0]
     uses_kernel = memory.uses_host_memory and kernels.supports(CPU)
-    num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=uses_kernel)
+    num_floats = count_buffered_floats(score_grid, len(spec.outputs), uses_kernel=uses_kernel)
     if memory.uses_host_memory:
         if size != stored_size:
             # Each stream normalizes the pixels of a window when it reads them, and interpolates one axis after another,
@@ -66,7 +67,7 @@ def estimate_request(
             num_readers = min(memory.streams, grid.num_windows)
             host_bytes += 4 * channels * num_readers * (2 * math.prod(source_shape) + 3 * math.prod(grid.window_size))
         host_bytes += (
-            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_active_windows))
+            4 * (num_floats + _count_slab_floats(spec, score_grid, plan, num_active_windows))
             + num_active_windows * memory.window_bytes
         )
     else:
@@ -74,7 +75,7 @@ def estimate_request(
         # Slabs of three batches may exist at the same time: two launched batches, and one that is being delivered.
         num_waiting_windows = min(3 * num_active_windows, grid.num_windows)
         running_bytes = (
-            4 * (num_floats + _count_slab_floats(spec, grid, plan, num_waiting_windows))
+            4 * (num_floats + _count_slab_floats(spec, score_grid, plan, num_waiting_windows))
             + num_active_windows * memory.window_bytes
         )
         device_bytes = (
@@ -86,6 +87,11 @@ def estimate_request(
     return ResourceEstimate(
         grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes
     )
+
+
+def _decodes_on_host(spec: ModelSpec, plan: Plan) -> bool:
+    """Return whether scores in the device's own memory are decoded on the host."""
+    return plan.decode_on_host or isinstance(spec.decoding, StarConvex)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

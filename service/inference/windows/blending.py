@@ -11,6 +11,7 @@ a third of the memory that sums of whole rows would need. On other devices, torc
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ from service.inference.windows.kernels import OverlapSums, WindowKernels, window
 
 # Lower bound of the weight of a voxel, as in MONAI.
 MIN_WEIGHT = 1e-3
+# Factor of the weight of voxels that are nearer to another window, in the mode "nearest". It is positive, because no
+# other window covers the voxels at the faces of the volume, and its third power is a normal number in float32.
+FAR_WEIGHT = 1e-6
 
 NON_FINITE_MESSAGE = "The network returned NaN or infinite scores for this volume. Try `engine.precision: fp32`."
 
@@ -43,12 +47,25 @@ class Slab(NamedTuple):
     scores: Tensor
 
 
+BlendingMode = Literal["constant", "gaussian", "nearest"]
+
+
 @dataclass(frozen=True)
 class Blending:
-    """Weights of the voxels of a window. `sigma` is a fraction of the window's edge length (Gaussian weights only)."""
+    """Weights of the voxels of a window.
 
-    mode: Literal["constant", "gaussian"] = "gaussian"
+    mode   constant: equal weights; gaussian: weights that decrease toward the edges; nearest: along each axis, a voxel
+           gets the scores of the window whose center is nearest; this mode requires equally spaced windows
+    sigma  standard deviation of Gaussian weights, as a fraction of the window's edge length
+    """
+
+    mode: BlendingMode = "gaussian"
     sigma: float = 0.125
+
+    @property
+    def min_weight(self) -> float:
+        """Lower bound of the weight of a voxel."""
+        return 0.0 if self.mode == "nearest" else MIN_WEIGHT
 
 
 class Blender(ABC):
@@ -65,11 +82,12 @@ class Blender(ABC):
         """
 
     def _make_slab(self, z0: int, y0: int, scores: Tensor) -> Slab:
-        """Return a slab of scores [K, z, y, X] without padding. Only axes with a single window are padded."""
-        valid_slices = (
-            slice(first, first + n) for first, n in zip(self._grid.pad_before, self._grid.size, strict=True)
-        )
-        return Slab(z0, y0, scores[(None, slice(None), *valid_slices)])
+        """Return a slab of scores [K, z, y, X], whose first voxel is at (z0, y0, 0), without padding."""
+        starts, slices = list[int](), list[slice]()
+        for start, pad, length in zip((z0, y0, 0), self._grid.pad_before, self._grid.size, strict=True):
+            starts.append(max(start - pad, 0))
+            slices.append(slice(max(pad - start, 0), pad + length - start))
+        return Slab(starts[0], starts[1], scores[(None, slice(None), *slices)])
 
     def _get_overlaps(self, position: Size) -> tuple[AxisOverlap, AxisOverlap, AxisOverlap]:
         z, y, x = (axis[first] for axis, first in zip(self._grid.overlaps, position, strict=True))
@@ -139,9 +157,9 @@ class _KernelBlender(Blender):
 
     def __init__(self, grid: Grid, num_outputs: int, blending: Blending, kernels: WindowKernels) -> None:
         super().__init__(grid)
-        z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.window_size)
+        weights = _compute_axis_weights(grid, blending, torch.device("cpu"))
         self._kernels, self._num_columns = kernels, len(grid.starts[2])
-        self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
+        self._sums = OverlapSums(num_outputs, grid.padded_size, weights, blending.min_weight, grid.starts)
         self._means: Tensor | None = None
 
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
@@ -178,7 +196,7 @@ class _TorchBlender(Blender):
     ) -> None:
         super().__init__(grid)
         self._check_scores = check_scores
-        self._importance = compute_importance_map(grid.window_size, blending, device)
+        self._importance = _compute_weights(grid, blending, device)
         depth, height, width = grid.window_size
         self._row_weights = torch.zeros((depth, height, grid.padded_size[2]), device=device)
         for start in grid.starts[2]:
@@ -254,6 +272,32 @@ class FiniteFlag:
         """Raise NonFiniteScores if any recorded scores were not finite. The device must have finished its work."""
         if not self._host_flag.item():
             raise NonFiniteScores(NON_FINITE_MESSAGE)
+
+
+def _compute_weights(grid: Grid, blending: Blending, device: torch.device) -> Tensor:
+    """Return the weight of each voxel of a window, float32 [*window]."""
+    if blending.mode != "nearest":
+        return compute_importance_map(grid.window_size, blending, device)
+    z, y, x = _compute_axis_weights(grid, blending, device)
+    return z[:, None, None] * y[:, None] * x
+
+
+def _compute_axis_weights(grid: Grid, blending: Blending, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the factors of the weights along z, y and x, float32 [window z], [window y] and [window x]."""
+    if blending.mode != "nearest":
+        z, y, x = (_compute_axis_importance(length, blending, device) for length in grid.window_size)
+        return z, y, x
+    axes = list[Tensor]()
+    for length, starts in zip(grid.window_size, grid.starts, strict=True):
+        steps = [end - start for start, end in itertools.pairwise(starts)] or [length]
+        # Each voxel is in the center of some window, or near a face of the volume and not near the face of any other
+        # window that covers it.
+        margin = min((length - max(steps)) // 2, *steps)
+        weights = torch.full((length,), FAR_WEIGHT, device=device)
+        weights[margin : length - margin] = 1
+        axes.append(weights)
+    z, y, x = axes
+    return z, y, x
 
 
 @lru_cache(maxsize=16)

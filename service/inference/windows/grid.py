@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +32,32 @@ class AxisOverlap(NamedTuple):
     num_final: int
 
 
+class Sampling(NamedTuple):
+    """Relation between the voxels of an image and the scores of a network.
+
+    alignment  as in `Grid.cover`
+    step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
+    """
+
+    alignment: Size | None
+    step: Size
+
+
+ORIGINAL_SAMPLING = Sampling(None, (1, 1, 1))
+"""Sampling of networks that return one score per voxel."""
+
+
+class Reading(NamedTuple):
+    """Part of an image that a window covers.
+
+    box      voxels of the image, (z, y, x)
+    targets  where these voxels are in the window, (z, y, x)
+    """
+
+    box: tuple[slice, slice, slice]
+    targets: tuple[slice, slice, slice]
+
+
 class Run(NamedTuple):
     """Equally spaced windows along x.
 
@@ -48,10 +75,11 @@ class Run(NamedTuple):
 class Grid:
     """Positions of the windows on a volume of `size` (Z, Y, X), which is padded to at least the size of a window.
 
-    window_size  edge lengths of a window
-    pad_before   number of padding voxels before the first voxel along each axis
-    padded_size  edge lengths of the padded volume
-    starts       first voxels of the windows along each axis of the padded volume
+    window_size   edge lengths of a window
+    pad_before    number of padding voxels before the first voxel along each axis
+    padded_size   edge lengths of the padded volume
+    starts        first voxels of the windows along each axis of the padded volume
+    aligned_size  edge lengths up to which the end of the volume is padded with its mirror image; other padding is zero
     """
 
     size: Size
@@ -59,17 +87,37 @@ class Grid:
     pad_before: Size
     padded_size: Size
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    aligned_size: Size
 
     @classmethod
-    def cover(cls, size: Size, window_size: Size, overlap: float) -> Grid:
-        """Return the window positions that MONAI uses for this overlap, a fraction of the window (0 <= overlap < 1)."""
-        padding = [max(window_length - length, 0) for window_length, length in zip(window_size, size, strict=True)]
-        padded_size = as_size([length + pad_length for length, pad_length in zip(size, padding, strict=True)])
+    def cover(cls, size: Size, window_size: Size, overlap: float, alignment: Size | None = None) -> Grid:
+        """Return window positions with this overlap, a fraction of the window (0 <= overlap < 1).
+
+        alignment  the first voxels of all windows are multiples of these numbers, which also divide the window, and the
+                   windows are evenly spaced; None: the positions that MONAI uses
+        """
+        multiples = alignment or (1, 1, 1)
+        aligned_size = round_up(size, multiples)
+        padding = [max(length - n, 0) for length, n in zip(window_size, aligned_size, strict=True)]
+        padded_size = as_size([length + pad_length for length, pad_length in zip(aligned_size, padding, strict=True)])
         z, y, x = (
             _compute_starts(length, window_length, overlap)
-            for length, window_length in zip(padded_size, window_size, strict=True)
+            if alignment is None
+            else _compute_aligned_starts(length, window_length, overlap, multiple)
+            for length, window_length, multiple in zip(padded_size, window_size, multiples, strict=True)
         )
-        return cls(size, window_size, as_size([pad_length // 2 for pad_length in padding]), padded_size, (z, y, x))
+        pad_before = [pad_length // 2 // n * n for pad_length, n in zip(padding, multiples, strict=True)]
+        return cls(size, window_size, as_size(pad_before), padded_size, (z, y, x), aligned_size)
+
+    def divide(self, step: Size) -> Grid:
+        """Return the grid of scores, if one score stands for `step` voxels (z, y, x). `step` divides the alignment."""
+        lengths = (self.window_size, self.pad_before, self.padded_size, self.aligned_size)
+        window_size, pad_before, padded_size, aligned_size = (
+            as_size([length // n for length, n in zip(axes, step, strict=True)]) for axes in lengths
+        )
+        z, y, x = (tuple(start // n for start in starts) for starts, n in zip(self.starts, step, strict=True))
+        size = as_size([-(-length // n) for length, n in zip(self.size, step, strict=True)])
+        return Grid(size, window_size, pad_before, padded_size, (z, y, x), aligned_size)
 
     @property
     def valid_region(self) -> tuple[slice, slice, slice]:
@@ -79,6 +127,19 @@ class Grid:
         )
         z, y, x = (slice(first, first + n) for first, n in zip(self.pad_before, lengths, strict=True))
         return z, y, x
+
+    def locate(self, position: Size) -> Reading:
+        """Return the voxels of the volume in the window at `position`, its first voxel (z, y, x)."""
+        box, targets = list[slice](), list[slice]()
+        for start, pad, window_length, length in zip(
+            position, self.pad_before, self.window_size, self.size, strict=True
+        ):
+            origin = start - pad
+            first, end = max(origin, 0), min(origin + window_length, length)
+            box.append(slice(first, end))
+            targets.append(slice(first - origin, end - origin))
+        (z, y, x), (z_target, y_target, x_target) = box, targets
+        return Reading((z, y, x), (z_target, y_target, x_target))
 
     @property
     def num_windows(self) -> int:
@@ -141,12 +202,42 @@ def _compute_starts(length: int, window_length: int, overlap: float) -> tuple[in
     return tuple(min(index * step, length - window_length) for index in range(count))
 
 
+def _compute_aligned_starts(length: int, window_length: int, overlap: float, multiple: int) -> tuple[int, ...]:
+    """Return multiples of `multiple` that are as equally spaced as possible, for windows with at least this overlap."""
+    step = max(int(window_length * (1 - overlap)) // multiple, 1)
+    last = (length - window_length) // multiple
+    count = -(-last // step) + 1
+    return tuple(index * last // max(count - 1, 1) * multiple for index in range(count))
+
+
 def _compute_overlaps(starts: tuple[int, ...], window_length: int) -> dict[int, AxisOverlap]:
     steps = [next_start - start for start, next_start in itertools.pairwise(starts)]
     columns = zip(starts, [0, *(window_length - step for step in steps)], [*steps, window_length], strict=True)
     return {
         start: AxisOverlap(index, num_shared, num_final) for index, (start, num_shared, num_final) in enumerate(columns)
     }
+
+
+def fit_window_length(length: int, window_length: int, overlap: float, multiple: int) -> int:
+    """Return a window length, up to `window_length`, for which evenly spaced windows overlap by about this fraction.
+
+    If the volume is only slightly longer than the window, two windows would almost coincide, so smaller ones are used.
+    """
+    if not window_length < length < window_length * (1 + max(overlap, 0.5) / 2):
+        return min(window_length, length)
+    return min(math.ceil(length / (2 - overlap) / multiple) * multiple, window_length)
+
+
+def scale_positions(positions: Sequence[Size], step: Size) -> Sequence[Size]:
+    """Return the positions of windows, their first voxels, on a grid of scores that stand for `step` voxels each."""
+    if step == (1, 1, 1):
+        return positions
+    return [as_size([start // n for start, n in zip(position, step, strict=True)]) for position in positions]
+
+
+def round_up(size: Size, multiples: Size) -> Size:
+    """Return the smallest multiples that are not smaller than `size`."""
+    return as_size([-(-length // multiple) * multiple for length, multiple in zip(size, multiples, strict=True)])
 
 
 def as_size(values: Sequence[int]) -> Size:

@@ -28,8 +28,9 @@ from service.inference.windows.blending import (
     make_blender,
     require_finite,
 )
-from service.inference.windows.grid import Box, Grid, as_size, split_runs
+from service.inference.windows.grid import ORIGINAL_SAMPLING, Box, Grid, Sampling, as_size, scale_positions, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.inference.windows.slots import StreamBuffer, WindowSlot
 from service.models.network import Network
 
 # Function that computes the raw scores, float32 [N, K, *roi], of windows, float32 [N, C, *roi].
@@ -77,23 +78,6 @@ class SparseImage:
         return self.image[box]
 
 
-class WindowSlot:
-    """Memory of one window in a batch, [C, *roi], and a view of each of its channels."""
-
-    def __init__(self, memory: Tensor) -> None:
-        self.memory, self.channels = memory, memory.unbind()
-
-
-class _StreamBuffer:
-    """Batch buffer of one stream, with all of its views, because creating a view takes microseconds."""
-
-    def __init__(self, batch: Tensor) -> None:
-        self.batch = batch
-        self.slots = tuple(map(WindowSlot, batch.unbind()))
-        # The entry at index N is a view of the first N windows of the batch.
-        self.first_windows = tuple(batch[:length] for length in range(len(batch) + 1))
-
-
 class SlidingWindow:
     """Runs one network over volumes of any size in batches of fixed shape.
 
@@ -105,6 +89,7 @@ class SlidingWindow:
     kernels                  C++ kernels, used for blending on the devices that they support
     accepts_partial_batches  whether the network also accepts fewer windows, and returns bitwise equal scores for them
     owns_scores              whether the scores remain valid after the next call to the network
+    sampling                 alignment of the windows, and the voxels that one score stands for
     """
 
     def __init__(  # noqa: PLR0913
@@ -122,15 +107,15 @@ class SlidingWindow:
         kernels: WindowKernels = window_kernels,
         accepts_partial_batches: bool = False,
         owns_scores: bool = False,
+        sampling: Sampling = ORIGINAL_SAMPLING,
     ) -> None:
         self.network, self.capacity = network, batch_size
         self.accepts_partial_batches, self.owns_scores = accepts_partial_batches, owns_scores
         self._kernels = kernels
-        self._roi = roi
-        self._blending = blending
+        self._roi, self._sampling, self._blending = roi, sampling, blending
         shape = (batch_size, channels, *roi)
         buffers = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
-        self._streams = tuple(_StreamBuffer(batch.to(memory_format=memory_format)) for batch in buffers)
+        self._streams = tuple(StreamBuffer(batch.to(memory_format=memory_format)) for batch in buffers)
 
     @property
     def batch(self) -> Tensor:
@@ -190,9 +175,9 @@ class SlidingWindow:
 
     def scan(self, image: Image, overlap: float, check_scores: FiniteCheck = require_finite) -> WindowScan:
         """Return a scan of `image` that starts at the first window. `check_scores` is applied to finished scores."""
-        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
+        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap, self._sampling.alignment)
         setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check_scores)
-        return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
+        return WindowScan(image, grid, setup, owns_scores=self.owns_scores, step=self._sampling.step)
 
     def forward(
         self, window_slices: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext
@@ -253,13 +238,15 @@ class WindowScan:
     num_blended    number of windows that have been blended
     """
 
-    def __init__(self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False) -> None:
-        self._setup = setup
+    def __init__(
+        self, image: Image, grid: Grid, setup: BlendingSetup, *, owns_scores: bool = False, step: Size = (1, 1, 1)
+    ) -> None:
+        self._setup, self._step, self._score_grid = setup, step, grid.divide(step)
         skipped, self._skipped_scores = frozenset[Size](), torch.empty(0)
         if isinstance(image, SparseImage):
             skipped, self._skipped_scores = (
                 image.skipped_positions,
-                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *grid.window_size),
+                image.scores.view(1, -1, 1, 1, 1).expand(-1, -1, *self._score_grid.window_size),
             )
             image = image.image
         self._image, self._grid = image, grid
@@ -268,13 +255,13 @@ class WindowScan:
         self._owns_scores = owns_scores
         positions = grid.positions()
         self._positions = (position for position in positions if position not in skipped) if skipped else positions
-        self._positions_to_blend = grid.positions()
+        self._positions_to_blend = self._score_grid.positions()
         self._blender: Blender | None = None
         self._is_padded, self._is_single_window = grid.padded_size != grid.size, grid.num_windows == 1
         # Reading a row of an image that is computed on access would need memory for the whole row.
         can_read_rows = self._direct_image is None and (isinstance(image, Tensor) or setup.device.type != "cpu")
         self._can_copy_runs = can_read_rows and not self._is_padded
-        self._valid_region = (slice(None), *grid.valid_region)
+        self._valid_scores = (slice(None), slice(None), *self._score_grid.valid_region)
         self.num_windows = self.num_remaining = grid.num_windows - len(skipped)
         self._has_skipped_windows = bool(skipped)
         self.num_blended = 0
@@ -305,11 +292,16 @@ class WindowScan:
 
     def fill_slot(self, slot: WindowSlot, position: Size) -> None:
         """Copy the window at `position` into a slot of a batch."""
-        box = self._get_box(position, self._grid.window_size[2])
-        if self._is_padded:
-            # The padding may still contain voxels of an earlier window.
-            slot.memory.zero_()
-            slot = WindowSlot(slot.memory[self._valid_region])
+        if not self._is_padded:
+            self._read(self._get_box(position, self._grid.window_size[2]), slot)
+            return
+        # The padding may still contain voxels of an earlier window.
+        slot.memory.zero_()
+        reading = self._grid.locate(position)
+        self._read((0, slice(None), *reading.box), slot.get_part(reading))
+        slot.mirror_end(self._grid, reading)
+
+    def _read(self, box: Box, slot: WindowSlot) -> None:
         if self._direct_image is not None:
             self._direct_image.read_into(box, slot.channels)
         else:
@@ -324,10 +316,11 @@ class WindowScan:
             # If there is only one window, the weights cancel out.
             self.num_blended = 1
             valid_scores = self._setup.check_scores(scores)
-            valid_scores = valid_scores[(slice(None), *self._valid_region)] if self._is_padded else valid_scores
+            valid_scores = valid_scores[self._valid_scores] if self._is_padded else valid_scores
             return [Slab(0, 0, valid_scores if self._owns_scores else valid_scores.clone())]
+        positions = scale_positions(positions, self._step)
         if self._blender is None:
-            self._blender = make_blender(self._grid, scores.shape[1], self._setup)
+            self._blender = make_blender(self._score_grid, scores.shape[1], self._setup)
         if not self._has_skipped_windows:
             slabs = self._blender.add(positions, scores)
         else:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
 from service.models.architectures.shuffle_unet import ShuffleUNet
+from service.models.architectures.stardist import StarDistResNet, StarDistUNet
 from service.models.spec import Architecture
 
 # Maximum number of calls to torch functions while a network is constructed. Each layer makes a few calls.
@@ -33,6 +34,8 @@ def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
     **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
+    "StarDistUNet": StarDistUNet,
+    "StarDistResNet": StarDistResNet,
 }
 
 

@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.documents import read_document
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
@@ -39,6 +42,7 @@ class Draft:
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
+    tensors       tensors of the network, if the weights file has a format that only the reader of the package knows
     """
 
     content: dict[str, Any]
@@ -49,6 +53,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     missing_keys: tuple[str, ...] = ()
     description: str = "a package"
+    tensors: Mapping[str, Tensor] | None = None
 
 
 class Fields:

@@ -13,6 +13,7 @@ from scipy.ndimage import gaussian_filter, zoom
 
 from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
+from service.core.errors import BadParameter
 from service.core.files.bundled import get_bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
@@ -121,6 +122,24 @@ def test_volume_without_objects_has_no_labels(tmp_path: Path, write_model, rando
     folder, labels = compare(tmp_path, make_hills((20, 20, 30), 3), spec, options, (1, 1, 2))
     assert not labels.any()
     assert folder.read_record("join")["objects"] == 0
+
+
+def test_star_convex_polyhedra_are_refused(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    names = random_nuclei_content["outputs"]
+    names = [*names, *(f"ray {number}" for number in range(5 - len(names)))]
+    arguments = random_nuclei_content["architecture"]["arguments"] | {"out_channels": len(names)}
+    spec = write_model(
+        random_nuclei_content
+        | {
+            "architecture": random_nuclei_content["architecture"] | {"arguments": arguments},
+            "outputs": names,
+            "activation": "none",
+            "decoding": {"kind": "star-convex", "rays": {"count": 4}},
+        }
+    )
+    source = write_zarr(tmp_path / "stack.zarr", make_hills((20, 20, 30), 3))
+    with pytest.raises(BadParameter, match="block-wise segmentation does not support star-convex"):
+        create_run(tmp_path / "run", source, spec, DEFAULT_OPTIONS, make_settings())
 
 
 @pytest.mark.thorough

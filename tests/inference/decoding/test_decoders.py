@@ -23,8 +23,7 @@ from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_memory, make_decoder, split_planes
 from service.inference.decoding.fill_holes import fill_holes
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.smoothing import Smoother
-from service.inference.decoding.streaming import TorchWatershed
+from service.inference.decoding.streaming import Smoother, TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.decoding_spec import Instances

@@ -1,8 +1,11 @@
+import itertools
+
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid, split_runs
+from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid, as_size, scale_positions, split_runs
 
 edges = st.integers(1, 13)
 rois = st.tuples(*[st.integers(1, 7)] * 3)
@@ -48,3 +51,41 @@ def test_row_splits_into_one_run_and_the_shifted_last_window():
     positions = list(Grid.cover((64, 64, 512), (64, 64, 64), 0.25).positions())
     runs = [tuple(run) for run in split_runs(positions)]
     assert runs == [((0, 0, 0), 10, 48), ((0, 0, 448), 1, 1)]
+
+
+alignments = st.tuples(*[st.sampled_from([1, 2, 4])] * 3)
+
+
+@given(sizes=st.tuples(*[st.integers(1, 40)] * 3), factors=alignments, alignment=alignments, overlap=overlaps)
+def test_aligned_windows_cover_the_volume_and_are_evenly_spaced(sizes, factors, alignment, overlap):
+    window_size = as_size([n * factor for n, factor in zip(alignment, factors, strict=True)])
+    grid = Grid.cover(sizes, window_size, overlap, alignment)
+    for axis, starts in enumerate(grid.starts):
+        length, multiple = window_size[axis], alignment[axis]
+        assert grid.aligned_size[axis] == -(-sizes[axis] // multiple) * multiple
+        assert (starts[0], starts[-1]) == (0, grid.padded_size[axis] - length)
+        assert not any(start % multiple for start in (*starts, grid.pad_before[axis]))
+        steps = [end - start for start, end in itertools.pairwise(starts)]
+        assert max(steps, default=0) - min(steps, default=0) <= multiple
+        assert all(step <= max(length * (1 - overlap), multiple) for step in steps)
+
+
+@given(size=st.tuples(*[st.integers(1, 40)] * 3), step=alignments, overlap=overlaps)
+def test_grid_of_scores_has_one_voxel_per_step(size, step, overlap):
+    window_size = as_size([8 * n for n in step])
+    grid = Grid.cover(size, window_size, overlap, step)
+    scores = grid.divide(step)
+    assert scores.window_size == (8, 8, 8)
+    assert scores.size == tuple(-(-length // n) for length, n in zip(size, step, strict=True))
+    assert scale_positions(list(grid.positions()), step) == list(scores.positions())
+
+
+@given(size=st.tuples(*[st.integers(1, 20)] * 3), window=st.tuples(*[st.integers(1, 9)] * 3), overlap=overlaps)
+def test_windows_contain_every_voxel_of_the_volume(size, window, overlap):
+    grid, found = Grid.cover(size, window, overlap, (1, 1, 1)), np.zeros(size, int)
+    for position in grid.positions():
+        box, targets = grid.locate(position)
+        found[box] += 1
+        assert [s.stop - s.start for s in box] == [s.stop - s.start for s in targets]
+        assert all(0 <= s.start < s.stop <= length for s, length in zip(targets, window, strict=True))
+    assert (found > 0).all()

@@ -5,10 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
+from torch.nn import functional
 
 from service.core.errors import Cancelled, NonFiniteScores
 from service.inference.windows.blending import Blending, compute_importance_map
-from service.inference.windows.grid import Grid
+from service.inference.windows.grid import Grid, Sampling, fit_window_length, round_up
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow, SparseImage
 
@@ -217,3 +218,35 @@ def test_skipped_windows_contribute_their_scores_and_weights(kernel, data, size,
     found = join_slabs(window.run(SparseImage(image, skipped, scores), overlap))
     torch.testing.assert_close(found, blend_reference(image, grid, skipped, scores, blending), atol=1e-5, rtol=1e-5)
     assert len(calls) == -(-len(computed) // batch_size)
+
+
+STRIDED = Sampling((2, 4, 2), (1, 2, 2))
+
+
+def make_strided_network() -> nn.Module:
+    """Return a network without translation invariance below (2, 4, 2) voxels, with a receptive radius of 3 scores."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv3d(1, 3, 3, (1, 2, 2), padding=1), nn.Tanh(), nn.Conv3d(3, 2, 3, padding=1), nn.MaxPool3d((2, 2, 1)),
+        nn.Upsample(scale_factor=(2, 2, 1)),
+    ).eval()  # fmt: skip
+
+
+@kernels
+@settings(max_examples=15, deadline=None)
+@given(size=st.tuples(st.integers(13, 34), st.integers(25, 64), st.integers(25, 64)), batch_size=st.integers(1, 3))
+def test_nearest_windows_that_overlap_enough_equal_the_whole_volume(kernel, size, batch_size):
+    """As in StarDist, the end of the volume is mirrored up to a multiple of the alignment."""
+    network, image = make_strided_network(), torch.rand(1, 1, *size)
+    alignment, aligned_size = STRIDED.alignment, round_up(size, STRIDED.alignment)
+    padding = [side for length, n in zip(size[::-1], aligned_size[::-1], strict=True) for side in (0, n - length)]
+    roi = tuple(map(fit_window_length, aligned_size, (20, 40, 40), [0.6] * 3, alignment))
+    window = SlidingWindow(
+        network, 1, roi, batch_size, blending=Blending("nearest"), device=CPU, kernels=kernel, sampling=STRIDED
+    )
+    with torch.inference_mode():
+        expected = network(functional.pad(image, padding, "reflect"))
+        found = join_slabs(window.run(image, 0.6))
+    assert found.shape[2:] == tuple(-(-length // n) for length, n in zip(size, (1, 2, 2), strict=True))
+    z, y, x = found.shape[2:]
+    assert torch.allclose(found, expected[..., :z, :y, :x], atol=1e-5)

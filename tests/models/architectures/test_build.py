@@ -22,6 +22,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     | {"spatial_dims": 3, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}
     | {"filters": [4, 8, 8]},
     "SegResNet": CHANNELS | {"spatial_dims": 3, "init_filters": 8},
+    "StarDistUNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4},
+    "StarDistResNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4, "n_blocks": 2},
 }
 
 

@@ -1,0 +1,1 @@
+"""Objects as star-convex polyhedra: candidates, non-maximum suppression and rendering."""
