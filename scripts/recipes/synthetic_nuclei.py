@@ -177,7 +177,7 @@ class Scene:
 
     @classmethod
     def draw_flat(cls, rng: Generator) -> Self:
-        """Draw a scene of nuclei that are 1.6 to 6 planes deep, as in screens, where planes are far apart.
+        """Draw a scene of nuclei that are 1 to 5 planes deep, as in screens, where planes are far apart.
 
         Nuclei are crowded and appear in adjacent planes, too, because of out-of-focus light. Dead cells lie between
         them. In a third of the stacks, the background is set to zero, as by programs that crop organoids.
@@ -188,18 +188,18 @@ class Scene:
         return replace(
             scene,
             diameter=diameter,
-            anisotropy=float(np.clip(diameter / log_uniform(rng, 1.6, 6.0), 2.5, 14.0)),
+            anisotropy=float(np.clip(diameter / log_uniform(rng, 1.0, 5.0), 2.5, 14.0)),
             fill=log_uniform(rng, 0.03, 0.5),
             clustering=float(rng.choice([0.2, 0.6, 0.95], p=[0.2, 0.3, 0.5])),
             contact=float(rng.uniform(0.85, 1.05)),
             spread=float(rng.choice([0.2, 0.4, 0.6])),
             margin=float(rng.uniform(1.0, 1.06)),
             blur=blur,
-            elongation=log_uniform(rng, 0.2, 1.0) / blur,
+            elongation=log_uniform(rng, 0.3, 1.5) / blur,
             glow=float(rng.choice([0.0, rng.uniform(0.05, 0.6)], p=[0.25, 0.75])),
             floor=log_uniform(rng, 0.003, 0.4),
             photons=log_uniform(rng, 4.0, 2000),
-            rim_level=float(rng.choice([0.0, rng.uniform(0.3, 0.6)])),
+            rim_level=float(rng.choice([0.0, rng.uniform(0.4, 0.7)], p=[0.8, 0.2])),
             fragments=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
             subplanes=int(rng.integers(2, 5)),
             mask_level=log_uniform(rng, 0.03, 0.25) if rng.random() < 0.35 else 0.0,
