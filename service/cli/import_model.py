@@ -85,8 +85,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet) with its arguments. Import other networks "
-        "from torch.export or ONNX files",
+        "Network class (such as ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet) with its arguments. Import other "
+        "networks from torch.export or ONNX files",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 
 class FrozenModel(BaseModel):
@@ -51,3 +51,18 @@ class Classes(FrozenModel):
     """One class per voxel: the output with the highest score. The first output is the background."""
 
     kind: Literal["classes"]
+
+
+class Regions(FrozenModel):
+    """Overlapping regions, one per output: each voxel gets the class of the last region that contains it.
+
+    classes    class of each region, in the order of the outputs; voxels outside all regions are background, class 0
+    threshold  probability above which a voxel belongs to a region
+    """
+
+    kind: Literal["regions"]
+    classes: Annotated[tuple[Annotated[PositiveInt, Field(le=255)], ...], Field(min_length=1)]
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+Decoding = Annotated[Instances | Classes | Regions, Field(discriminator="kind")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
-from service.models.decoding_spec import Classes, FrozenModel, Instances
+from service.models.decoding_spec import Classes, Decoding, FrozenModel, Instances, Regions
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -17,6 +17,7 @@ PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
 ActivationName = Literal["none", "sigmoid", "softmax"]
+Tiling = Literal["monai", "nnunet"]
 
 
 class Architecture(FrozenModel):
@@ -90,9 +91,16 @@ class Input(FrozenModel):
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     estimate_diameter  whether the diameter is estimated if a request does not specify it
+    normalisation      normalization of all channels, or of each channel
     roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
                        override the window, because the network is not fully convolutional
+    tiling             program whose positions and Gaussian weights of windows are used
+    resampling         how volumes are resampled to `voxel_size`: linearly, with labels from the nearest voxel, or as in
+                       nnU-Net, with cubic splines, and with scores that are resampled before they become labels
+    crop_zeros         whether planes of zeros at the faces of a volume are removed first and become background
+    mirror_axes        axes along which windows are mirrored with `quality=best`, in all combinations; None for the
+                       views that suit most models
     """
 
     channels: PositiveInt = 1
@@ -100,9 +108,26 @@ class Input(FrozenModel):
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
-    normalisation: Normalization
+    normalisation: Normalization | tuple[Normalization, ...]
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
     roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    tiling: Tiling = "monai"
+    resampling: Literal["linear", "nnunet"] = "linear"
+    crop_zeros: bool = False
+    mirror_axes: tuple[Literal["z", "y", "x"], ...] | None = None
+
+    def get_normalization(self, channel: int) -> Normalization:
+        """Return the normalization of a channel."""
+        return self.normalisation[channel] if isinstance(self.normalisation, tuple) else self.normalisation
+
+    @model_validator(mode="after")
+    def _check_normalization(self) -> Self:
+        if isinstance(self.normalisation, tuple) and len(self.normalisation) != self.channels:
+            raise ValueError(
+                f"normalisation must be one mapping, or a list with one mapping for each of the "
+                f"{self.channels} channels"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_multiple(self) -> Self:
@@ -178,7 +203,7 @@ class ModelSpec(FrozenModel):
     input: Input
     outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: ActivationName | dict[str, Literal["none", "sigmoid"]] = "none"
-    decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
+    decoding: Decoding
     confidence: Calibration | None = None
     sample: Sample | None = None
     lineage: Lineage | None = None
@@ -203,6 +228,18 @@ class ModelSpec(FrozenModel):
         """Return the activation of the output with this name."""
         return self.activation[output] if isinstance(self.activation, dict) else self.activation
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of `output=classes`, from class 0."""
+        match self.decoding:
+            case Instances(foreground=foreground):
+                return ("background", foreground)
+            case Regions(classes=classes):
+                names = dict(zip(classes, self.outputs, strict=True))
+                return ("background", *(names.get(value, f"class {value}") for value in range(1, max(classes) + 1)))
+            case _:
+                return self.outputs
+
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
         if (self.architecture is None) == (self.weights.kind == "safetensors"):
@@ -221,6 +258,8 @@ class ModelSpec(FrozenModel):
             for output_name in (self.decoding.foreground, self.decoding.distance):
                 if output_name not in self.outputs:
                     raise ValueError(f"decoding: there is no output named {output_name!r}")
+        if isinstance(self.decoding, Regions) and len(self.decoding.classes) != len(self.outputs):
+            raise ValueError(f"decoding.classes must contain one class for each of the {len(self.outputs)} outputs")
         return self
 
     @model_validator(mode="after")
@@ -233,6 +272,11 @@ class ModelSpec(FrozenModel):
                 "activation: softmax makes the foreground depend on the distance, so it cannot be used with "
                 "`decoding.kind: instances`; use sigmoid, or none if the network returns probabilities"
             )
+        if self.activation == "softmax" and isinstance(self.decoding, Regions):
+            raise ValueError(
+                "activation: softmax is for classes that exclude each other, so it cannot be used with "
+                "`decoding.kind: regions`; use sigmoid, or none if the network returns probabilities"
+            )
         if len(self.outputs) == 1 and (self.activation == "softmax" or isinstance(self.decoding, Classes)):
             raise ValueError(
                 "outputs: softmax and `decoding.kind: classes` compare at least two outputs, but there is only one, "
@@ -244,6 +288,8 @@ class ModelSpec(FrozenModel):
     def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError("input.estimate_diameter requires `decoding.kind: instances` and input.diameter")
+        if self.input.crop_zeros and isinstance(self.decoding, Instances):
+            raise ValueError("input.crop_zeros requires `decoding.kind: classes` or `decoding.kind: regions`")
         if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError("confidence requires `decoding.kind: instances` and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:

@@ -61,7 +61,10 @@ class CountingPlan:
         self.parts = divide_into_parts(stack, run.plan.layout)
         self.dtype, self.num_channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
-        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalization)
+        uses_percentiles = any(
+            isinstance(run.spec.input.get_normalization(index), PercentileNormalization)
+            for index in range(self.num_channels)
+        )
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
         self._needs_digit_counts = uses_percentiles and not can_sort
 

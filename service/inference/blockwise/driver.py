@@ -194,10 +194,11 @@ def make_plan(  # noqa: PLR0913
     plan = Estimator(spec, remove_window_limit(settings)).plan_request(description, options).plan
     size = compute_working_size(description, spec, plan.diameter)
     decoding = apply_postprocessing(spec, plan.postprocessing, description, size).decoding
-    _check_decoding(decoding, plan.output)
+    _check_model(spec, decoding, plan.output, is_resampled=size != description.shape[1:])
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0
-    layout = Layout(size, roi, overlap, choose_group_shape(size, roi, overlap, workers, (z, y, x)), margin)
+    group_shape = choose_group_shape(size, roi, overlap, workers, (z, y, x))
+    layout = Layout(size, roi, overlap, group_shape, margin, spec.input.tiling)
     return RunPlan(
         source,
         _make_stamp(source),
@@ -232,6 +233,16 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
         raise BadParameter(
             "roi_size: block-wise segmentation always uses the model's default window size. Omit this parameter.",
             parameter="roi_size",
+        )
+
+
+def _check_model(spec: ModelSpec, decoding: object, output: str, *, is_resampled: bool) -> None:
+    _check_decoding(decoding, output)
+    if is_resampled and spec.input.resampling == "nnunet":
+        raise BadParameter(
+            f"voxel_size: {spec.name} resamples scores as nnU-Net does, which block-wise segmentation does not support."
+            " Resample the stack to the voxel size of the model first.",
+            parameter="voxel_size",
         )
 
 

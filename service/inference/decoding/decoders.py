@@ -22,7 +22,7 @@ from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Instances, Regions
 from service.models.spec import ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
@@ -62,13 +62,14 @@ def make_decoder(  # noqa: PLR0913
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
-    class_names: tuple[str, ...] = spec.outputs
+    class_names = spec.outputs if kind == "probabilities" else spec.class_names
     convert: Callable[[Tensor], Tensor]
     if kind == "probabilities":
         pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
     elif isinstance(decoding, Instances):
-        pixels, class_names = allocate(size, np.uint8), ("background", decoding.foreground)
-        convert = partial(_find_foreground, spec, decoding)
+        pixels, convert = allocate(size, np.uint8), partial(_find_foreground, spec, decoding)
+    elif isinstance(decoding, Regions):
+        pixels, convert = allocate(size, np.uint8), partial(_paint_regions, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
     return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert)
@@ -173,6 +174,15 @@ def _find_highest_class(scores: Tensor) -> Tensor:
     """Return the index of the highest score, int64 [z, y, X]."""
     # Equivalent to argmax, which takes nine times as long along the first axis.
     return scores[0].max(0).indices
+
+
+def _paint_regions(spec: ModelSpec, decoding: Regions, scores: Tensor) -> Tensor:
+    """Return the class of the last region that contains each voxel, uint8 [z, y, X]; 0 if there is none."""
+    regions = _activate(spec, scores) > decoding.threshold
+    classes = torch.zeros(regions.shape[1:], dtype=torch.uint8, device=scores.device)
+    for region, value in zip(regions, decoding.classes, strict=True):
+        classes.masked_fill_(region, value)
+    return classes
 
 
 def _find_foreground(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:

@@ -159,7 +159,7 @@ def make_empty_window_filter(
     image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows
 ) -> EmptyWindowFilter:
     """Return the filter for the windows of a request. `spec` includes the post-processing options of the request."""
-    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap)
+    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap, spec.input.tiling)
     return EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
 
 

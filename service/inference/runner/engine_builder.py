@@ -133,7 +133,7 @@ class EngineBuilder:
             self._spec.input.channels,
             self._spec.input.roi_size,
             batch_size,
-            blending=Blending(mode, windows.sigma),
+            blending=Blending(mode, windows.sigma, self._spec.input.tiling),
             device=self._device,
             dtype=backends.get_batch_dtype(config),
             memory_format=backends.MEMORY_FORMATS[config.memory_format],

@@ -13,7 +13,7 @@ from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.inference.decoding.postprocessing import check_postprocessing, compute_min_voxels
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Plan, PlannedRequest, ResourceEstimate
-from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
+from service.inference.windows.views import count_view_bytes, get_best_quality_views
 from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
 
@@ -58,7 +58,7 @@ def make_plan(
         needs_diameter_estimate=_needs_diameter_estimate(spec, options),
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
-        views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
+        views=get_best_quality_views(spec.input.mirror_axes) if options.quality == "best" else (),
     )
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from service.core.quantities import Size
-from service.core.types import Extent
+from service.core.types import Extent, OutputKind
 from service.inference.cuda.device_image import count_buffer_bytes, count_image_bytes, count_uploaded_bytes
 from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.decoders import DecodingMemory, estimate_decoding_memory
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.preprocessing.resample import compute_working_size
+from service.inference.preprocessing.resample import compute_working_size, count_score_bytes, resamples_scores
 from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
@@ -46,10 +46,10 @@ def estimate_request(
     """
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     channels = spec.input.channels
-    grid = Grid.cover(size, spec.input.roi_size, plan.overlap)
+    grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.input.tiling)
     source_shape = _count_source_voxels(grid, stored_size)
     num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
-    decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
+    decoding_memory, device_decoding_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size), 0
     if plan.output == "labels" and not (memory.uses_host_memory or plan.decode_on_host):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
@@ -86,6 +86,14 @@ def estimate_request(
     return ResourceEstimate(
         grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes
     )
+
+
+def _estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size, stored_size: Size) -> DecodingMemory:
+    """Estimate the memory for decoding scores of a grid of `size` (Z, Y, X) for a stack of `stored_size`."""
+    if size == stored_size or not resamples_scores(spec, output):
+        return estimate_decoding_memory(spec, output, size)
+    host_bytes, disk_bytes = estimate_decoding_memory(spec, output, stored_size)
+    return DecodingMemory(host_bytes + count_score_bytes(spec, size, stored_size), disk_bytes)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

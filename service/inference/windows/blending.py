@@ -25,9 +25,11 @@ from service.core.errors import NonFiniteScores
 from service.core.quantities import Size
 from service.inference.windows.grid import AxisOverlap, Grid, Run, split_runs
 from service.inference.windows.kernels import OverlapSums, WindowKernels, window_kernels
+from service.models.spec import Tiling
 
-# Lower bound of the weight of a voxel, as in MONAI.
-MIN_WEIGHT = 1e-3
+# Lower bound of the weight of a voxel. nnU-Net's bound depends on the smallest weight in float16; ours only prevents
+# divisions by zero.
+MIN_WEIGHTS: dict[Tiling, float] = {"monai": 1e-3, "nnunet": 1e-12}
 
 NON_FINITE_MESSAGE = "The network returned NaN or infinite scores for this volume. Try `engine.precision: fp32`."
 
@@ -45,10 +47,20 @@ class Slab(NamedTuple):
 
 @dataclass(frozen=True)
 class Blending:
-    """Weights of the voxels of a window. `sigma` is a fraction of the window's edge length (Gaussian weights only)."""
+    """Weights of the voxels of a window.
+
+    sigma   standard deviation of Gaussian weights, as a fraction of the window's edge length
+    tiling  program whose Gaussian weights are used
+    """
 
     mode: Literal["constant", "gaussian"] = "gaussian"
     sigma: float = 0.125
+    tiling: Tiling = "monai"
+
+    @property
+    def min_weight(self) -> float:
+        """Lower bound of the weight of a voxel."""
+        return MIN_WEIGHTS[self.tiling]
 
 
 class Blender(ABC):
@@ -141,7 +153,7 @@ class _KernelBlender(Blender):
         super().__init__(grid)
         z, y, x = (_compute_axis_importance(length, blending, torch.device("cpu")) for length in grid.window_size)
         self._kernels, self._num_columns = kernels, len(grid.starts[2])
-        self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), MIN_WEIGHT, grid.starts)
+        self._sums = OverlapSums(num_outputs, grid.padded_size, (z, y, x), blending.min_weight, grid.starts)
         self._means: Tensor | None = None
 
     def add(self, positions: Sequence[Size], scores: Tensor) -> list[Slab]:
@@ -261,12 +273,14 @@ def compute_importance_map(roi: Size, blending: Blending, device: torch.device) 
     """Return the weight of each voxel of a window, float32 [*roi], like `monai.data.utils.compute_importance_map`."""
     z, y, x = (_compute_axis_importance(length, blending, device) for length in roi)
     # Dividing by the small tail values of a Gaussian would amplify rounding errors.
-    return (z[:, None, None] * y[:, None] * x).clamp(min=MIN_WEIGHT)
+    return (z[:, None, None] * y[:, None] * x).clamp(min=blending.min_weight)
 
 
 def _compute_axis_importance(length: int, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each position along one axis of a window, float32 [length], without the lower bound."""
     if blending.mode == "constant":
         return torch.ones(length, device=device)
-    distance = torch.arange(length, dtype=torch.float32, device=device) - (length - 1) / 2
+    # The center of nnU-Net's weights is a voxel, even if the number of voxels is even.
+    center = length // 2 if blending.tiling == "nnunet" else (length - 1) / 2
+    distance = torch.arange(length, dtype=torch.float32, device=device) - center
     return torch.exp(distance**2 / (-2 * (blending.sigma * length) ** 2))

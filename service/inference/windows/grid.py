@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from service.core.quantities import Size
+from service.models.spec import Tiling
 
 Box = tuple[int, slice, slice, slice, slice]
 """Index of a region of an image: (0, channels, z, y, x)."""
@@ -61,12 +63,17 @@ class Grid:
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def cover(cls, size: Size, window_size: Size, overlap: float) -> Grid:
-        """Return the window positions that MONAI uses for this overlap, a fraction of the window (0 <= overlap < 1)."""
+    def cover(cls, size: Size, window_size: Size, overlap: float, tiling: Tiling = "monai") -> Grid:
+        """Return the window positions for this overlap, a fraction of the window (0 <= overlap < 1).
+
+        tiling  program whose positions are used. nnU-Net increases the overlap so that all windows overlap equally,
+                and MONAI only the overlap of the last window.
+        """
+        compute_starts = _compute_even_starts if tiling == "nnunet" else _compute_starts
         padding = [max(window_length - length, 0) for window_length, length in zip(window_size, size, strict=True)]
         padded_size = as_size([length + pad_length for length, pad_length in zip(size, padding, strict=True)])
         z, y, x = (
-            _compute_starts(length, window_length, overlap)
+            compute_starts(length, window_length, overlap)
             for length, window_length in zip(padded_size, window_size, strict=True)
         )
         return cls(size, window_size, as_size([pad_length // 2 for pad_length in padding]), padded_size, (z, y, x))
@@ -139,6 +146,13 @@ def _compute_starts(length: int, window_length: int, overlap: float) -> tuple[in
     step = window_length if length == window_length else max(int(window_length * (1 - overlap)), 1)
     count = -(-(length - window_length) // step) + 1
     return tuple(min(index * step, length - window_length) for index in range(count))
+
+
+def _compute_even_starts(length: int, window_length: int, overlap: float) -> tuple[int, ...]:
+    """Return starts whose distances differ by rounding only. Source: `compute_steps_for_sliding_window` in nnU-Net."""
+    last = length - window_length
+    count = math.ceil(last / max(window_length * (1 - overlap), 1))
+    return tuple(round(last / count * index) for index in range(count + 1)) if count else (0,)
 
 
 def _compute_overlaps(starts: tuple[int, ...], window_length: int) -> dict[int, AxisOverlap]:

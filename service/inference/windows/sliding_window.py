@@ -190,7 +190,7 @@ class SlidingWindow:
 
     def scan(self, image: Image, overlap: float, check_scores: FiniteCheck = require_finite) -> WindowScan:
         """Return a scan of `image` that starts at the first window. `check_scores` is applied to finished scores."""
-        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap)
+        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap, self._blending.tiling)
         setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check_scores)
         return WindowScan(image, grid, setup, owns_scores=self.owns_scores)
 

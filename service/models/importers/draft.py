@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from torch import Tensor
+
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.documents import read_document
@@ -39,6 +41,7 @@ class Draft:
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
+    tensors       tensors of a state dict; None to read them from `weights_path`
     """
 
     content: dict[str, Any]
@@ -49,6 +52,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     missing_keys: tuple[str, ...] = ()
     description: str = "a package"
+    tensors: Mapping[str, Tensor] | None = None
 
 
 class Fields:

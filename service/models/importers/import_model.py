@@ -26,6 +26,7 @@ from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.importers.monai import bundle
+from service.models.importers.programs import nnunet
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -81,11 +82,12 @@ def _read_draft(path: Path) -> Iterator[Draft]:
         yield single_file.read(path)
         return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        readers = [importer.read for importer in (bioimageio, bundle) if importer.is_package(root)]
+        readers = [importer.read for importer in (bioimageio, bundle, nnunet) if importer.is_package(root)]
         if not readers:
             raise UnsupportedPackage(
                 f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
-                "(configs/metadata.json). TorchScript, torch.export and ONNX models are imported as single files."
+                "(configs/metadata.json) nor a folder of nnU-Net (plans.json). TorchScript, torch.export and ONNX "
+                "models are imported as single files."
             )
         try:
             draft = readers[0](root)
@@ -204,7 +206,7 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> tuple[dict[
     notes = list[str]()
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        all_tensors = read_checkpoint(draft.weights_path).tensors
+        all_tensors = read_checkpoint(draft.weights_path).tensors if draft.tensors is None else draft.tensors
         tensors = fit_tensors(all_tensors, _read_architecture(architecture))
         if other_names := list_other_tensors(all_tensors, tensors):
             examples = ", ".join(other_names[:3])

@@ -13,6 +13,7 @@ from scipy.ndimage import gaussian_filter, zoom
 
 from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
+from service.core.errors import BadParameter
 from service.core.files.bundled import get_bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
@@ -226,3 +227,17 @@ def test_window_limit_of_requests_does_not_apply_to_runs(tmp_path: Path, write_m
     settings = override_settings(make_settings(), "limits", {"windows": 1})
     folder = create_run(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
     assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)
+
+
+def test_windows_of_nnunet_are_divided_like_others(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    content = detect_objects(random_nuclei_content)
+    spec = write_model(content | {"input": content["input"] | {"tiling": "nnunet"}})
+    compare(tmp_path, make_hills(SHAPE, 3), spec, Options(overlap=0.4), (1, 2, 2))
+
+
+def test_resampling_of_scores_is_not_supported(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    inputs = random_nuclei_content["input"] | {"resampling": "nnunet", "voxel_size": [1, 0.2, 0.2]}
+    spec = write_model(detect_objects(random_nuclei_content | {"input": inputs}))
+    source = write_zarr(tmp_path / "in.zarr", make_hills((20, 20, 20), 1))
+    with pytest.raises(BadParameter, match="resamples scores as nnU-Net does"):
+        create_run(tmp_path / "run", source, spec, Options(output="classes"), make_settings())

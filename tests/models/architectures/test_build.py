@@ -14,6 +14,13 @@ from service.models.architectures.build import ARCHITECTURES, build_network, cou
 from service.models.spec import Architecture
 
 CHANNELS = {"in_channels": 2, "out_channels": 3}
+NNUNET = {
+    "features": [4, 8],
+    "kernel_sizes": [[1, 3, 3], [3, 3, 3]],
+    "strides": [[1, 1, 1], [1, 2, 2]],
+    "num_blocks": [1, 2],
+    "num_convs": [1],
+}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ShuffleUNet": CHANNELS | {"widths": [4, 8], "block": [1, 2, 2]},
     "UNet": CHANNELS | {"spatial_dims": 3, "channels": [4, 8], "strides": [2]},
@@ -22,6 +29,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     | {"spatial_dims": 3, "kernel_size": [3, 3, 3], "strides": [1, 2, 2], "upsample_kernel_size": [2, 2]}
     | {"filters": [4, 8, 8]},
     "SegResNet": CHANNELS | {"spatial_dims": 3, "init_filters": 8},
+    "PlainConvUNet": CHANNELS | NNUNET,
+    "ResidualEncoderUNet": CHANNELS | NNUNET | {"num_folds": 2},
 }
 
 
