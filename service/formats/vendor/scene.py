@@ -27,10 +27,13 @@ from service.formats.tiff.unsupported_formats import FIJI_ADVICE
 
 # Maximum number of scenes: 384 wells with 42 fields of view each.
 MAX_SCENES = 2**14
+# Number of scenes that are opened to describe one of them, if the first ones are not supported.
+_MAX_OPENED_SCENES = 64
 # Largest relative difference of the intervals between time points that are regarded as equal.
 _TIME_TOLERANCE = 0.1
-# Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError.
-_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, SyntaxError, zlib.error)
+# Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError, and nd2 raises NameError if a
+# channel has no description of its probe.
+_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, NameError, SyntaxError, zlib.error)
 
 
 class Scene(ABC):
@@ -136,15 +139,13 @@ class VendorStack(OpenStack):
 
 
 def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> VendorStack:
-    """Open the selected scene, or the first one to describe it if no scene is selected.
+    """Open the selected scene or, to describe it, the first supported one if no scene is selected.
 
     Raises BadFile if there are no scenes, BadParameter if the selection is not valid, AmbiguousAxes, TooLarge.
     """
-    if not file.names:
-        raise BadFile("The file contains no image.")
     if len(file.names) > MAX_SCENES:
         raise TooLarge(f"The file has {len(file.names)} scenes. At most {MAX_SCENES} are supported.")
-    scene = file.open_scene(select_scene(file.names, 0 if selection.scene is None else selection.scene))
+    scene = _open_scene(file, selection.scene)
     if scene.stored_planes is not None:
         _crop_to_stored_planes(scene, scene.stored_planes, allow_incomplete=selection.allow_incomplete)
     layout = axes.resolve_axes(scene.axes, scene.shape, selection.axes)
@@ -155,6 +156,19 @@ def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> Vendo
     stack = VendorStack(scene, layout, part, channel_names, file.names, selection.scene is not None)
     check_size(stack.decoded_bytes, limit_bytes)
     return stack
+
+
+def _open_scene(file: SceneFile, selected: int | str | None) -> Scene:
+    """Open a scene, given by its index or name, or the first one that is supported. Raises BadFile, BadParameter."""
+    if selected is not None:
+        return file.open_scene(select_scene(file.names, selected))
+    first_error: BadFile | None = None
+    for index in range(min(len(file.names), _MAX_OPENED_SCENES)):
+        try:
+            return file.open_scene(index)
+        except BadFile as error:
+            first_error = first_error or error
+    raise first_error or BadFile("The file contains no image.")
 
 
 def _crop_to_stored_planes(scene: Scene, positions: Array, *, allow_incomplete: bool) -> None:

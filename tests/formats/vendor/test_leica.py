@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from service.core.errors import BadFile, BadParameter
+from service.core.quantities import TimeInterval
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.formats.sandbox.reader import Reader
@@ -83,6 +84,7 @@ def test_each_image_is_a_scene(reader: Reader, tmp_path: Path) -> None:
     assert description.voxel_size is not None
     assert [*description.voxel_size] == pytest.approx([1.5, 0.3, 0.2])
     np.testing.assert_array_equal(reader.read(path, Selection(scene=0), tmp_path).read_all(), images["left"][1])
+    assert stack_reader.inspect(path, Selection(scene=1, time=2), LIMIT).time_interval == TimeInterval(2, "s")
     volume = stack_reader.read(path, Selection(scene=1, time=2), LIMIT)
     np.testing.assert_array_equal(volume.read_all()[0, 0], images["right"][1][2])
 
@@ -98,7 +100,7 @@ def test_tiles_are_scenes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "message"),
-    [("λYX", "emission wavelengths"), ("ZX", "scanned along Z and X"), ("TX", "scanned along T and X")],
+    [("λYX", "emission wavelengths"), ("ZX", "scanned along Z and X"), ("YTX", "scanned along T and X")],
 )
 def test_other_scans_are_refused_and_do_not_hide_other_images(axes: str, message: str, tmp_path: Path) -> None:
     stack = make_pixels(3, 8, 9)
@@ -108,6 +110,7 @@ def test_other_scans_are_refused_and_do_not_hide_other_images(axes: str, message
 
     with pytest.raises(BadFile, match=message):
         stack_reader.inspect(path, Selection(scene="scan"), LIMIT)
+    assert stack_reader.inspect(path, Selection(), LIMIT).scenes == ("scan", "stack")
     np.testing.assert_array_equal(stack_reader.read(path, Selection(scene="stack"), LIMIT).read_all()[0], stack)
 
 
