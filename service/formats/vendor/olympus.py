@@ -9,7 +9,6 @@ import io
 import os
 import re
 import struct
-import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -19,7 +18,7 @@ from oiffile import CompoundFile, SettingsFile
 from tifffile import TiffFile
 
 from service.core.errors import BadFile, TooLarge
-from service.core.files.zip_archive import ZipLimits, open_archive
+from service.core.files.zip_archive import ZipLimits, open_archive, translate_zip_errors
 from service.core.types import Array
 from service.formats.sampling import Calibration, get_micrometers_per_unit, parse_calibration, parse_time_interval
 from service.formats.vendor.scene import Scene, SceneFile
@@ -225,14 +224,16 @@ def _open_compound_file(stream: BinaryIO) -> OlympusFiles:
 
 
 def _open_archive(stream: BinaryIO) -> dict[str, OlympusFiles]:
-    """Return the images in a zip archive by their names. Raises zipfile.BadZipFile."""
-    archive = open_archive(stream, _ZIP_LIMITS)
+    """Return the images in a zip archive by their names. Raises BadFile."""
+    with translate_zip_errors():
+        archive = open_archive(stream, _ZIP_LIMITS)
 
     def read(name: str) -> bytes:
         size = archive.getinfo(name).file_size
         if size > MAX_MEMBER_BYTES:
             raise TooLarge(f"{name[:80]} has {size} bytes. At most {MAX_MEMBER_BYTES} are supported.")
-        return archive.read(name)
+        with translate_zip_errors():
+            return archive.read(name)
 
     folders = dict[str, dict[str, str]]()
     settings = list[str]()
@@ -255,9 +256,6 @@ def open_file(stream: BinaryIO) -> SceneFile:
     stream.seek(0)
     if not is_archive:
         return SceneFile(("",), lambda _index: OlympusScene(_open_compound_file(stream)))
-    try:
-        images = _open_archive(stream)
-    except zipfile.BadZipFile as error:
-        raise BadFile(f"The archive is damaged, encrypted or not supported: {str(error)[:160]}") from error
+    images = _open_archive(stream)
     opened = [partial(OlympusScene, files) for files in images.values()]
     return SceneFile(tuple(images), lambda index: opened[index]())
