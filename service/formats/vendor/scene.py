@@ -79,11 +79,13 @@ class VendorStack(OpenStack):
     """A scene with its axes and the selected part.
 
     names        names of all scenes of the file
+    index        index of the scene
     is_selected  whether the request selects the scene
     """
 
     image: Scene
     names: tuple[str, ...]
+    index: int
     is_selected: bool
 
     @property
@@ -102,9 +104,14 @@ class VendorStack(OpenStack):
         """Names of the scenes, if there are several."""
         return self.names if len(self.names) > 1 else ()
 
+    @property
+    def example_scene(self) -> int | None:
+        """Index of the scene, if one of the scenes has to be selected and none is."""
+        return self.index if self.scenes and not self.is_selected else None
+
     def find_missing_choice(self, *, is_series: bool) -> BadParameter | None:
         """Return the error if one of several scenes or time points has to be selected, and none is."""
-        if self.scenes and not self.is_selected:
+        if self.example_scene is not None:
             return make_scene_error("The file has", self.names)
         return super().find_missing_choice(is_series=is_series)
 
@@ -145,7 +152,7 @@ def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> Vendo
     """
     if len(file.names) > MAX_SCENES:
         raise TooLarge(f"The file has {len(file.names)} scenes. At most {MAX_SCENES} are supported.")
-    scene = _open_scene(file, selection.scene)
+    index, scene = _open_scene(file, selection.scene)
     if scene.stored_planes is not None:
         _crop_to_stored_planes(scene, scene.stored_planes, allow_incomplete=selection.allow_incomplete)
     layout = axes.resolve_axes(scene.axes, scene.shape, selection.axes)
@@ -153,19 +160,23 @@ def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> Vendo
         raise BadParameter("For this file format, axes must end with YX or YXS.", parameter="axes")
     channel_names = _name_channels(scene, layout)
     part = axes.select_part(layout, channel_names, selection)
-    stack = VendorStack(scene, layout, part, channel_names, file.names, selection.scene is not None)
+    stack = VendorStack(scene, layout, part, channel_names, file.names, index, selection.scene is not None)
     check_size(stack.decoded_bytes, limit_bytes)
     return stack
 
 
-def _open_scene(file: SceneFile, selected: int | str | None) -> Scene:
-    """Open a scene, given by its index or name, or the first one that is supported. Raises BadFile, BadParameter."""
+def _open_scene(file: SceneFile, selected: int | str | None) -> tuple[int, Scene]:
+    """Open a scene, given by its index or name, or the first one that is supported. Return its index and the scene.
+
+    Raises BadFile, BadParameter.
+    """
     if selected is not None:
-        return file.open_scene(select_scene(file.names, selected))
+        index = select_scene(file.names, selected)
+        return index, file.open_scene(index)
     first_error: BadFile | None = None
     for index in range(min(len(file.names), _MAX_OPENED_SCENES)):
         try:
-            return file.open_scene(index)
+            return index, file.open_scene(index)
         except BadFile as error:
             first_error = first_error or error
     raise first_error or BadFile("The file contains no image.")
