@@ -22,7 +22,7 @@ Interval={interval}
 """
 
 
-def make_settings(stack: np.ndarray, z_interval: int = 1500, **lengths: int) -> str:
+def make_settings(stack: np.ndarray, z_interval: int = 1500, time_interval: int = 30_000, **lengths: int) -> str:
     """Return the settings of a stack [T, C, Z, Y, X]; `lengths` are the stated lengths of axes, if they differ."""
     num_times, num_channels, num_planes, height, width = stack.shape
     axes = {
@@ -30,7 +30,7 @@ def make_settings(stack: np.ndarray, z_interval: int = 1500, **lengths: int) -> 
         "Y": (height, 0, 0.5 * (height - 1), "um", 0),
         "C": (num_channels, 1, num_channels, "Ch", 0),
         "Z": (num_planes, -4000, -4000 + 1500 * (num_planes - 1), "nm", z_interval),
-        "T": (num_times, 0, 60_000, "ms", 30_000),
+        "T": (num_times, 0, 60_000, "ms", time_interval),
     }
     text = ""
     for number, (code, (count, start, end, unit, interval)) in enumerate(axes.items()):

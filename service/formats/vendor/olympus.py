@@ -19,6 +19,7 @@ from tifffile import TiffFile
 
 from service.core.errors import BadFile, TooLarge
 from service.core.files.zip_archive import ZipLimits, open_archive, translate_zip_errors
+from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats.sampling import Calibration, get_micrometers_per_unit, parse_calibration, parse_time_interval
 from service.formats.vendor.scene import Scene, SceneFile
@@ -108,9 +109,7 @@ class OlympusScene(Scene):
         self.shape = (*map(int, lengths), *first_plane.shape)
         self.dtype = first_plane.dtype
         self.calibration = _parse_calibration(settings, axes)
-        # Without an interval, FluoView records as fast as possible.
-        time_axis = axes.get("T", {})
-        self.time_interval = parse_time_interval(time_axis.get("Interval"), str(time_axis.get("UnitName")))
+        self.time_interval = _parse_time_interval(axes.get("T", {}))
         num_channels = self.shape[plane_axes.index("C")] if "C" in plane_axes else 1
         self.channel_names = _find_channel_names(settings, min(num_channels, _MAX_CHANNELS))
         self.colors = _find_colors(files, min(num_channels, _MAX_CHANNELS))
@@ -166,7 +165,19 @@ def _parse_calibration(settings: Mapping[str, Any], axes: Mapping[str, Mapping[s
         _convert_length(image.get("HeightConvertValue"), image.get("HeightUnit")) or _find_distance(axes.get("Y", {})),
         _convert_length(image.get("WidthConvertValue"), image.get("WidthUnit")) or _find_distance(axes.get("X", {})),
     ]
+    if _parse_length(z_axis) == 1:
+        # Files with a single plane contain the interval of an earlier z-stack.
+        sizes[0] = None
     return parse_calibration(sizes, "um", "the metadata of the Olympus file")
+
+
+def _parse_time_interval(axis: Mapping[str, Any]) -> TimeInterval | None:
+    """Return the interval that was set or, if time points were recorded as fast as possible, the mean one."""
+    unit, intervals = str(axis.get("UnitName")), _parse_length(axis) - 1
+    if not intervals:
+        return None
+    length = float(axis.get("EndPosition", 0)) - float(axis.get("StartPosition", 0))
+    return parse_time_interval(axis.get("Interval"), unit) or parse_time_interval(length / intervals, unit)
 
 
 def _find_distance(axis: Mapping[str, Any]) -> float | None:

@@ -45,13 +45,25 @@ def test_pixels_and_metadata(
 
 
 def test_axes_with_one_position_are_left_out(tmp_path: Path) -> None:
-    path = write_oib(tmp_path / "a.oib", make_files(STACK[:1, :1], make_settings(STACK[:1, :1], z_interval=0)))
+    path = write_oib(tmp_path / "a.oib", make_files(STACK[:1, :1], make_settings(STACK[:1, :1])))
 
-    volume = stack_reader.read(path, Selection(), LIMIT)
+    np.testing.assert_array_equal(stack_reader.read(path, Selection(), LIMIT).read_all(), STACK[0, :1])
 
-    np.testing.assert_array_equal(volume.read_all(), STACK[0, :1])
-    assert volume.voxel_size is not None
-    assert volume.voxel_size.z == pytest.approx(1.5)
+
+def test_intervals_without_a_setting_follow_from_the_positions(tmp_path: Path) -> None:
+    path = write_oib(tmp_path / "a.oib", make_files(STACK, make_settings(STACK, z_interval=0, time_interval=0)))
+
+    description = stack_reader.inspect(path, Selection(time=0), LIMIT)
+
+    assert description.voxel_size is not None
+    assert [*description.voxel_size] == pytest.approx([1.5, 0.5, 0.25])
+    assert description.time_interval == TimeInterval(30_000, "ms")
+
+
+def test_the_plane_distance_of_an_earlier_stack_is_not_used(tmp_path: Path) -> None:
+    path = write_oib(tmp_path / "a.oib", make_files(STACK[:, :, :1], make_settings(STACK[:, :, :1])))
+
+    assert stack_reader.inspect(path, Selection(time=0), LIMIT).voxel_size is None
 
 
 def test_each_oif_in_an_archive_is_a_scene(tmp_path: Path) -> None:
