@@ -99,10 +99,11 @@ class OlympusScene(Scene):
     def __init__(self, files: OlympusFiles) -> None:
         self.container, self._files = files.container, files
         settings = files.read_settings(files.settings)
-        plane_axes, self._planes = _find_planes(files.names)
-        self.stored_planes = np.array(list(self._planes), np.int64).reshape(len(self._planes), len(plane_axes))
         axes = {str(axis.get("AxisCode")): axis for axis in _list_axes(settings)}
-        stated = [_parse_length(axes.get(axis, {})) for axis in plane_axes]
+        stated_lengths = {axis: _parse_length(axes.get(axis, {})) for axis in _PLANE_AXES}
+        plane_axes, self._planes = _find_planes(files.names, stated_lengths)
+        self.stored_planes = np.array(list(self._planes), np.int64).reshape(len(self._planes), len(plane_axes))
+        stated = [stated_lengths[axis] for axis in plane_axes]
         lengths = np.maximum(self.stored_planes.max(axis=0) + 1, stated) if plane_axes else ()
         first_plane = self._read(next(iter(self._planes.values())))
         self.axes = plane_axes + "YX"
@@ -127,8 +128,11 @@ class OlympusScene(Scene):
         return self._read(self._planes[tuple(position.get(axis, 0) for axis in self.axes[:-2])])
 
 
-def _find_planes(names: Mapping[str, str]) -> tuple[str, dict[tuple[int, ...], str]]:
-    """Return the axes of the planes, and the stored name of each plane by its position along these axes."""
+def _find_planes(names: Mapping[str, str], stated_lengths: Mapping[str, int]) -> tuple[str, dict[tuple[int, ...], str]]:
+    """Return the axes of the planes, and the stored name of each plane by its position along these axes.
+
+    An axis with several positions in the settings is an axis of the planes, also if their names lack it.
+    """
     matches = {name: match for name in names if (match := _PLANE_NAME.fullmatch(name))}
     positions = {name: dict(re.findall(r"([A-Z])(\d{3})", match[1])) for name, match in matches.items()}
     if not positions:
@@ -136,7 +140,7 @@ def _find_planes(names: Mapping[str, str]) -> tuple[str, dict[tuple[int, ...], s
     letters = {axis for position in positions.values() for axis in position}
     if letters - set(_PLANE_AXES):
         raise BadFile(f"The axes {''.join(sorted(letters))} of this image are not supported. Export it as an OME-TIFF.")
-    axes = "".join(axis for axis in _PLANE_AXES if axis in letters)
+    axes = "".join(axis for axis in _PLANE_AXES if axis in letters or stated_lengths[axis] > 1)
     # Planes are numbered from 1.
     planes = {
         tuple(int(position.get(axis, 1)) - 1 for axis in axes): names[name] for name, position in positions.items()

@@ -82,6 +82,10 @@ def test_missing_planes(tmp_path: Path) -> None:
     with pytest.raises(BadFile, match="declares 40 planes, but the file has 24"):
         stack_reader.inspect(path, Selection(), LIMIT)
     assert stack_reader.inspect(path, Selection(allow_incomplete=True), LIMIT).times == 3
+    # The settings state several time points, but the names of the planes have no time points.
+    path = write_oib(tmp_path / "b.oib", make_files(STACK[:1], make_settings(STACK)))
+    with pytest.raises(BadFile, match="declares 24 planes, but the file has 8"):
+        stack_reader.inspect(path, Selection(), LIMIT)
 
 
 @pytest.mark.parametrize(
