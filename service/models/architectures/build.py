@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
+from service.models.architectures import pytorch3dunet
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.spec import Architecture
 
@@ -33,6 +34,7 @@ def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
     **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
+    **pytorch3dunet.CONSTRUCTORS,
 }
 
 
