@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
-from service.models.decoding_spec import Classes, FrozenModel, Instances
+from service.models.decoding_spec import Boundaries, Classes, FrozenModel, Instances
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -178,11 +178,16 @@ class ModelSpec(FrozenModel):
     input: Input
     outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: ActivationName | dict[str, Literal["none", "sigmoid"]] = "none"
-    decoding: Annotated[Instances | Classes, Field(discriminator="kind")]
+    decoding: Annotated[Instances | Classes | Boundaries, Field(discriminator="kind")]
     confidence: Calibration | None = None
     sample: Sample | None = None
     lineage: Lineage | None = None
     folder: Path = Field(exclude=True)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether the model separates objects, so that labels can be requested."""
+        return not isinstance(self.decoding, Classes)
 
     @property
     def identifier(self) -> str:
@@ -217,10 +222,14 @@ class ModelSpec(FrozenModel):
     def _check_outputs(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: the names of outputs must be unique")
+        names = tuple[str, ...]()
         if isinstance(self.decoding, Instances):
-            for output_name in (self.decoding.foreground, self.decoding.distance):
-                if output_name not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {output_name!r}")
+            names = (self.decoding.foreground, self.decoding.distance)
+        elif isinstance(self.decoding, Boundaries):
+            names = (self.decoding.boundary,)
+        for output_name in names:
+            if output_name not in self.outputs:
+                raise ValueError(f"decoding: there is no output named {output_name!r}")
         return self
 
     @model_validator(mode="after")
