@@ -29,7 +29,7 @@ from service.models.spec import ModelSpec
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
 # Peak memory per voxel of the decoder of boundaries, by measurement.
-BOUNDARY_BYTES_PER_VOXEL = 64
+BOUNDARY_BYTES_PER_VOXEL = 72
 
 
 class Decoder(Protocol):

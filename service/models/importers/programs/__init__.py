@@ -1,0 +1,1 @@
+"""Import of models that other segmentation programs have trained."""
