@@ -298,7 +298,7 @@ def _list_features(f_maps: int | Sequence[int], num_levels: int) -> list[int]:
 
 def _check_arguments(values: Arguments, *, is_residual: bool) -> None:
     order, upscale, upsample = values.layer_order, values.conv_upscale, values.upsample
-    if order.count("c") != 1 or len(set(order)) != len(order) or set(order) - set(LAYERS):
+    if not isinstance(order, str) or order.count("c") != 1 or len(set(order)) != len(order) or set(order) - set(LAYERS):
         raise ValueError(f"layer_order must be c and others of the letters {LAYERS}, not {order!r:.20}")
     if order[0] in _NONLINEARITIES:
         raise ValueError(f"layer_order must not begin with a nonlinearity: {order!r}")

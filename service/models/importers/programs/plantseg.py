@@ -210,7 +210,9 @@ def _infer_arguments(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
             if any(".upsampling." in name for name in tensors):
                 arguments["upsample"] = "deconv"
         options = {key: value for key, value in arguments.items() if key not in {"name", "orders"}}
-        architecture = {"name": arguments["name"], "arguments": {**options, "layer_order": arguments["orders"][0]}}
+        # The number of groups does not change the shapes of the tensors.
+        options |= {"layer_order": arguments["orders"][0], "num_groups": 1}
+        architecture = {"name": arguments["name"], "arguments": options}
         fit_tensors(tensors, Architecture.model_validate(architecture))
     except (LookupError, ValueError, BrokenModel):
         return None
