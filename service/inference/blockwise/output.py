@@ -22,7 +22,7 @@ from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectStatistics, measure_box, tabulate
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.grid import as_size
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import get_probability_output
 
 if TYPE_CHECKING:
     from service.formats.zarr.reader import ZarrStack
@@ -39,8 +39,8 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
         dtype = choose_label_dtype(num_objects)
     else:
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
-        if isinstance(spec.decoding, Instances):
-            class_names = ("background", spec.decoding.foreground)
+        if probability_output := get_probability_output(spec.decoding):
+            class_names = ("background", probability_output)
     placeholder = np.broadcast_to(np.zeros((), dtype), plan.size)
     levels = zarr_writer.create(
         Segmentation(placeholder, plan.output, plan.voxel_size, num_objects, tuple(class_names)), out, provenance

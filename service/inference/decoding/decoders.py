@@ -72,7 +72,7 @@ def make_decoder(  # noqa: PLR0913
     if kind == "probabilities":
         pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
     elif isinstance(decoding, Instances | Boundaries):
-        pixels, class_names = allocate(size, np.uint8), ("background", get_probability_output(decoding) or "")
+        pixels, class_names = allocate(size, np.uint8), ("background", str(get_probability_output(decoding)))
         convert = partial(_find_foreground, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class

@@ -13,6 +13,7 @@ from scipy.ndimage import gaussian_filter, zoom
 
 from service.cli.segmentation.blocks import read_objects
 from service.core.config import override_settings
+from service.core.errors import BadParameter
 from service.core.files.bundled import get_bundled_folder
 from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
@@ -226,3 +227,16 @@ def test_window_limit_of_requests_does_not_apply_to_runs(tmp_path: Path, write_m
     settings = override_settings(make_settings(), "limits", {"windows": 1})
     folder = create_run(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
     assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)
+
+
+def test_only_classes_of_boundary_models_are_supported(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    pytest.importorskip("bioimage_cpp", reason="requires the extra boundaries")
+    decoding = {"kind": "boundaries", "boundary": "foreground"}
+    spec = write_model(random_nuclei_content | {"decoding": decoding})
+    pixels = make_hills((20, 20, 20), 1)
+    source = write_zarr(tmp_path / "labels.zarr", pixels, chunks=(16, 20, 24))
+    with pytest.raises(BadParameter, match="the merging of supervoxels depends on the whole stack"):
+        create_run(tmp_path / "run of labels", source, spec, Options(), make_settings())
+    compare(tmp_path, pixels, spec, Options(output="classes"))
+    attributes = zarr.open_group(tmp_path / "out.zarr", mode="r").attrs
+    assert "foreground" in str(attributes.asdict())
