@@ -33,8 +33,8 @@ MAX_LEVELS = 10
 # Parts of the names of tensors of residual networks before pytorch-3dunet 1.8.3, which computed other features.
 OLD_NAMES = (".upsampling.upsample.weight", ".basic_module.conv1.conv.weight")
 HALO_NOTE = (
-    "StackSeg blends overlapping windows of the patch size, whereas PlantSeg removes a halo from each patch, so "
-    "probabilities near the edges of windows may differ slightly."
+    "StackSeg blends overlapping windows of the patch size, whereas PlantSeg removes a halo from each patch. In stacks "
+    "larger than a patch, the probabilities of both differ, particularly if the network has group norm."
 )
 ASSUMPTION_NOTE = (
     "The output was assumed to be the probability of a boundary, as in PlantSeg. If it is not, specify --activation, "
