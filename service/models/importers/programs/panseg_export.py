@@ -19,6 +19,7 @@ from typing import Any
 from service.core.errors import UnsupportedPackage
 from service.models.importers import bioimageio
 from service.models.importers.draft import Draft, Fields
+from service.models.importers.monai.arguments import is_positive_number
 from service.models.importers.programs.plantseg import BOUNDARY
 from service.models.importers.programs.unet3d_config import read_network
 
@@ -49,8 +50,9 @@ def read(root: Path) -> Draft:
         content["outputs"], content["decoding"] = [BOUNDARY], {"kind": "boundaries", "boundary": BOUNDARY}
         problems.pop("decoding", None)
     if is_export:
-        scales = [axis.get("scale") for axis in rdf.get_mappings("inputs")[0].get_mappings("axes")[2:]]
-        notes.append(VOXEL_SIZE_NOTE.format(", ".join(map(str, scales))))
+        scales = [axis.get("scale", 1.0) for axis in rdf.get("inputs")[0]["axes"][2:]]
+        if all(map(is_positive_number, scales)):
+            notes.append(VOXEL_SIZE_NOTE.format(", ".join(f"{scale:g}" for scale in scales)))
     tests = tuple(test._replace(is_normalized=is_export) for test in draft.tests)
     return replace(draft, content=content, problems=problems, notes=tuple(notes), tests=tests)
 

@@ -60,7 +60,7 @@ def read_network(model: Fields, name: str) -> Network:
             raise UnsupportedPackage(f"{model.locate(key)}: expected a number, not {arguments.get(key)!r:.80}.")
         check_channel_count(arguments[key], model.locate(key))
     other_keys = sorted(map(str, model.as_dict().keys() - _OTHER_MODEL_KEYS - set(_ARGUMENT_NAMES)))
-    notes = [f"{model.locate(key)} is ignored, as by the original network." for key in other_keys]
+    notes = [f"The argument {key!r:.80} is ignored, as by the original network." for key in other_keys]
     activation = "softmax" if model.get("final_sigmoid") is False else "sigmoid"
     return Network({"name": name, "arguments": arguments}, activation, tuple(notes))
 
@@ -97,7 +97,7 @@ def read_normalization(config: Fields, channel_count: int) -> tuple[dict[str, An
         return {"kind": "range", "low": 0.0, "high": 1.0}, ()
     name = step.get_string("name")
     for key in sorted(map(str, step.as_dict().keys() - _TRANSFORM_KEYS[name] - {"name"})):
-        raise UnsupportedPackage(f"{step.locate(key)}: this argument of {name} is not supported.")
+        raise UnsupportedPackage(f"{step.locate()}: the argument {key!r:.80} of {name} is not supported.")
     uses_statistics = name == "PercentileNormalizer" or (name == "Standardize" and "mean" not in step)
     if channel_count > 1 and uses_statistics and not step.get("channelwise"):
         raise UnsupportedPackage(

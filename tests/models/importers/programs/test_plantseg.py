@@ -180,6 +180,13 @@ def test_malicious_pickles_and_configurations_are_not_executed(tmp_path: Path) -
     assert not trap.exists()
 
 
+def test_arguments_that_the_original_ignores_are_reported_in_a_note(tmp_path: Path) -> None:
+    change = set_model(**{"pool_kernel_size": 3, "a\x1b[2Jb": 1})
+    _, notes = import_model(copy_package("unet_gcr", tmp_path / "package", change), tmp_path / "models", {})
+    assert "The argument 'pool_kernel_size' is ignored, as by the original network." in notes
+    assert not any("\x1b" in note for note in notes)
+
+
 def test_networks_of_old_versions_are_rejected_by_name(tmp_path: Path) -> None:
     package = copy_package("residual_cge", tmp_path / "package")
     path = package / "last_checkpoint.pytorch"

@@ -68,7 +68,7 @@ def test_translated_normalization_has_the_same_effect(step: dict[str, Any], band
         (({"name": "Normalize"},), "norm01: scaling the stack's range"),
         (({"name": "Normalize", "min_value": 2, "max_value": 1},), "max_value: the range is empty"),
         (({"name": "Standardize", "mean": 1.0, "std": 0},), "std: expected a positive number"),
-        (({"name": "Standardize", "mask": 1},), "mask: this argument of Standardize"),
+        (({"name": "Standardize", "mask": 1},), "the argument 'mask' of Standardize"),
         (({"name": "Standardize", "mean": float("nan"), "std": 1},), "mean: expected a number"),
         (({"name": ["Standardize"]},), "name: expected a string"),
         ((["Standardize"],), "expected a mapping"),
