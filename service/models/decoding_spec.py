@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+# Maximum standard deviation of Gaussian filters in voxels, because larger filters take very long.
+MAX_SIGMA = 50
+
 
 class FrozenModel(BaseModel):
     """A part of a model file. Unknown keys are rejected."""
@@ -65,4 +68,48 @@ class Regions(FrozenModel):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
 
 
-Decoding = Annotated[Instances | Classes | Regions, Field(discriminator="kind")]
+class Boundaries(FrozenModel):
+    """Parameters of boundary decoding: a watershed to supervoxels, which are then merged to objects.
+
+    Every voxel belongs to an object. The defaults are those of PanSeg.
+
+    boundary                 name of the output whose activation is the boundary probability
+    agglomeration            how supervoxels are merged: by solving a multicut, by GASP with the mean boundary
+                             probability as linkage, by the mutex watershed, or not at all
+    beta                     bias of the merging from 0 (few, large objects) to 1 (many, small objects)
+    watershed_threshold      boundary probability above which a voxel is a boundary in the distance transform
+    watershed_sigma          standard deviation of the Gaussian filter of the distances, whose maxima become
+                             supervoxels, in voxels
+    watershed_weight_sigma   standard deviation of the Gaussian filter of the boundary probability that is flooded
+    watershed_alpha          weight of the boundary probability among the heights that are flooded; the rest is the
+                             weight of the inverted distances
+    watershed_minimum_size   size in voxels below which supervoxels are merged with their neighbors
+    watershed_stacked        whether each plane is flooded on its own, for stacks with a large distance between planes
+    minimum_size             size in voxels below which objects are merged with their neighbors
+    border                   keep or drop objects that touch a face of the volume
+    background               keep all objects, or drop the largest object, which is the background
+    """
+
+    kind: Literal["boundaries"]
+    boundary: str = "boundary"
+    agglomeration: Literal["multicut", "gasp", "mutex_watershed", "none"] = "gasp"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    watershed_threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    watershed_sigma: Annotated[float, Field(ge=0, le=MAX_SIGMA)] = 1.0
+    watershed_weight_sigma: Annotated[float, Field(ge=0, le=MAX_SIGMA)] = 2.0
+    watershed_alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
+    watershed_minimum_size: Annotated[int, Field(ge=0)] = 100
+    watershed_stacked: bool = False
+    minimum_size: Annotated[int, Field(ge=0)] = 100
+    border: Literal["keep", "drop"] = "keep"
+    background: Literal["keep", "drop_largest"] = "keep"
+
+
+Decoding = Annotated[Instances | Classes | Regions | Boundaries, Field(discriminator="kind")]
+
+
+def get_probability_output(decoding: FrozenModel) -> str | None:
+    """Return the name of the output whose activation must be a probability; None if the decoding compares outputs."""
+    if isinstance(decoding, Instances):
+        return decoding.foreground
+    return decoding.boundary if isinstance(decoding, Boundaries) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures.build import build_network, count_tensor_elements
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Boundaries, get_probability_output
 from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import PROBABILITY_TOLERANCE, Architecture, ModelSpec
@@ -46,11 +47,21 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     this run. Raises BrokenModel if the weights do not fit the architecture, or if the shape of the scores does not
     match the model file.
     """
+    _check_decoding_library(spec)
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
         network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
     _check_network(network, spec, forward)
     return network
+
+
+def _check_decoding_library(spec: ModelSpec) -> None:
+    """Raise BrokenModel if the decoding needs a library that is not installed."""
+    if isinstance(spec.decoding, Boundaries) and find_spec("bioimage_cpp") is None:
+        raise BrokenModel(
+            f"{spec.folder}: `decoding.kind: boundaries` requires the `boundaries` extra. Install it with: "
+            "pip install 'stackseg[boundaries]'"
+        )
 
 
 def _read_network(spec: ModelSpec) -> nn.Module:
@@ -92,17 +103,18 @@ def _summarize_error(error: Exception) -> str:
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
-def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
-    """Raise BrokenModel if the foreground scores [1, K, z, y, x] of an empty window cannot be probabilities.
+def _check_probability(scores: Tensor, spec: ModelSpec) -> None:
+    """Raise BrokenModel if the foreground or boundary in scores [1, K, z, y, x] of an empty window is no probability.
 
     Logits of an empty window are usually negative.
     """
-    if not isinstance(spec.decoding, Instances) or spec.get_activation(spec.decoding.foreground) != "none":
+    name = get_probability_output(spec.decoding)
+    if name is None or spec.get_activation(name) != "none":
         return
-    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(spec.decoding.foreground)])
+    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(name)])
     if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
         raise BrokenModel(
-            f"{spec.folder}: activation: the activation of the output {spec.decoding.foreground!r} is none, but its "
+            f"{spec.folder}: activation: the activation of the output {name!r} is none, but its "
             f"scores range from {float(lowest):.3g} to {float(highest):.3g}, so they are not probabilities; use "
             "sigmoid if they are logits."
         )
@@ -129,7 +141,7 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         raise BrokenModel(
             f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
         )
-    _check_foreground(scores, spec)
+    _check_probability(scores, spec)
     if [tensor._version for tensor in tensors] != versions:
         raise BrokenModel(
             f"{spec.folder}: the network modifies its own tensors and could retain data from other requests."

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
-from service.models.decoding_spec import Classes, Decoding, FrozenModel, Instances, Regions
+from service.models.decoding_spec import Boundaries, Classes, Decoding, FrozenModel, Instances, Regions
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -210,6 +210,11 @@ class ModelSpec(FrozenModel):
     folder: Path = Field(exclude=True)
 
     @property
+    def has_objects(self) -> bool:
+        """Whether the model separates objects, so that labels can be requested."""
+        return not isinstance(self.decoding, Classes)
+
+    @property
     def identifier(self) -> str:
         """Name and version in the form that clients see, such as `nuclei/1`."""
         return f"{self.name}/{self.version}"
@@ -232,8 +237,8 @@ class ModelSpec(FrozenModel):
     def class_names(self) -> tuple[str, ...]:
         """Names of the classes of `output=classes`, from class 0."""
         match self.decoding:
-            case Instances(foreground=foreground):
-                return ("background", foreground)
+            case Instances(foreground=name) | Boundaries(boundary=name):
+                return ("background", name)
             case Regions(classes=classes):
                 names = dict(zip(classes, self.outputs, strict=True))
                 return ("background", *(names.get(value, f"class {value}") for value in range(1, max(classes) + 1)))
@@ -254,12 +259,16 @@ class ModelSpec(FrozenModel):
     def _check_outputs(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: the names of outputs must be unique")
+        names = tuple[str, ...]()
         if isinstance(self.decoding, Instances):
-            for output_name in (self.decoding.foreground, self.decoding.distance):
-                if output_name not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {output_name!r}")
-        if isinstance(self.decoding, Regions) and len(self.decoding.classes) != len(self.outputs):
+            names = (self.decoding.foreground, self.decoding.distance)
+        elif isinstance(self.decoding, Boundaries):
+            names = (self.decoding.boundary,)
+        elif isinstance(self.decoding, Regions) and len(self.decoding.classes) != len(self.outputs):
             raise ValueError(f"decoding.classes must contain one class for each of the {len(self.outputs)} outputs")
+        for output_name in names:
+            if output_name not in self.outputs:
+                raise ValueError(f"decoding: there is no output named {output_name!r}")
         return self
 
     @model_validator(mode="after")

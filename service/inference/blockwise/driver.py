@@ -22,7 +22,7 @@ from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
-from service.models.decoding_spec import Instances
+from service.models.decoding_spec import Boundaries, Instances
 from service.models.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -251,6 +251,13 @@ def _check_decoding(decoding: object, output: str) -> None:
         raise BadParameter(
             "output: block-wise segmentation cannot write probabilities. Use output=labels or output=classes.",
             parameter="output",
+        )
+    if output == "labels" and isinstance(decoding, Boundaries):
+        raise BadParameter(
+            "output: block-wise segmentation cannot write labels of a model with `decoding.kind: boundaries`, because"
+            " the merging of supervoxels depends on the whole stack. Use output=classes, or segment a crop.",
+            parameter="output",
+            suggested={"output": "classes"},
         )
     if output != "labels" or not isinstance(decoding, Instances):
         return

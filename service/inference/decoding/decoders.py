@@ -1,4 +1,4 @@
-"""Decoders that convert scores to the class with the highest score, or to instances by a watershed of distances.
+"""Decoders that convert scores to the class with the highest score, or to objects.
 
 A decoder receives finished slabs and retains only the data that it needs, so the scores of a whole volume are never
 held in memory.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -22,11 +23,13 @@ from service.core.types import OutputKind, Segmentation
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.decoding_spec import Instances, Regions
+from service.models.decoding_spec import Boundaries, Instances, Regions
 from service.models.spec import ModelSpec
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
+# Peak memory per voxel of the decoder of boundaries, by measurement.
+BOUNDARY_BYTES_PER_VOXEL = 72
 
 
 class Decoder(Protocol):
@@ -59,6 +62,8 @@ def make_decoder(  # noqa: PLR0913
     start_watershed  creates the watershed, as in `InstanceDecoder`
     """
     decoding, num_outputs = spec.decoding, len(spec.outputs)
+    if output == "labels" and isinstance(decoding, Boundaries):
+        return _make_boundary_decoder(spec, decoding, size, voxel_size)
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
@@ -66,13 +71,20 @@ def make_decoder(  # noqa: PLR0913
     convert: Callable[[Tensor], Tensor]
     if kind == "probabilities":
         pixels, convert = allocate((num_outputs, *size), np.float32), partial(_activate, spec)
-    elif isinstance(decoding, Instances):
+    elif isinstance(decoding, Instances | Boundaries):
         pixels, convert = allocate(size, np.uint8), partial(_find_foreground, spec, decoding)
     elif isinstance(decoding, Regions):
         pixels, convert = allocate(size, np.uint8), partial(_paint_regions, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
     return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert)
+
+
+def _make_boundary_decoder(spec: ModelSpec, decoding: Boundaries, size: Size, voxel_size: VoxelSize | None) -> Decoder:
+    """Return a decoder of boundaries, whose module needs an optional library."""
+    module = import_module("service.inference.decoding.boundaries")
+    decoder: Decoder = module.BoundaryDecoder(spec, decoding, size, voxel_size)
+    return decoder
 
 
 class HostDecoder:
@@ -106,6 +118,8 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
             if result_bytes < LARGE_ARRAY_BYTES
             else DecodingMemory(0, disk_bytes=result_bytes)
         )
+    if isinstance(spec.decoding, Boundaries):
+        return DecodingMemory(BOUNDARY_BYTES_PER_VOXEL * voxels)
     # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
     # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
     # stacks.
@@ -185,6 +199,8 @@ def _paint_regions(spec: ModelSpec, decoding: Regions, scores: Tensor) -> Tensor
     return classes
 
 
-def _find_foreground(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:
-    """Return the foreground mask of an instance model, bool [z, y, X]."""
+def _find_foreground(spec: ModelSpec, decoding: Instances | Boundaries, scores: Tensor) -> Tensor:
+    """Return the mask of the foreground or of the boundaries, bool [z, y, X]."""
+    if isinstance(decoding, Boundaries):
+        return _activate(spec, scores)[spec.outputs.index(decoding.boundary)] > decoding.watershed_threshold
     return compute_foreground_mask(select_foreground_logits(spec, decoding, scores[0]), logit(decoding.threshold))

@@ -107,14 +107,13 @@ def _format_size(size: Size) -> str:
 
 
 def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> OutputKind:
-    has_instances = spec.decoding.kind == "instances"
-    if requested_output == "labels" and not has_instances:
+    if requested_output == "labels" and not spec.has_objects:
         raise BadParameter(
             f"{spec.name} predicts classes, not objects. Use output=classes or output=probabilities.",
             parameter="output",
             suggested={"output": "classes"},
         )
-    return requested_output or ("labels" if has_instances else "classes")
+    return requested_output or ("labels" if spec.has_objects else "classes")
 
 
 def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:

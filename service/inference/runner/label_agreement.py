@@ -130,7 +130,10 @@ class LabelAgreement:
 
     @torch.inference_mode()
     def segment(self, window: SlidingWindow, image: Tensor, stream: int = 0) -> Segmentation:
-        """Segment an image [1, C, Z, Y, X] into labels, or into classes if the model does not detect objects."""
+        """Segment an image [1, C, Z, Y, X] into labels, or into classes for other decodings than instances.
+
+        For boundaries, the class mask is compared, because the merging of supervoxels amplifies rounding.
+        """
         kind: OutputKind = "labels" if self._spec.decoding.kind == "instances" else "classes"
         decoder = make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
         for slab in window.run(image, COMPARISON_OVERLAP, stream=stream):

@@ -20,6 +20,7 @@ from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
+from service.models.decoding_spec import Instances
 from service.models.network import iter_modules
 from service.models.spec import ModelSpec
 
@@ -50,7 +51,7 @@ def estimate_request(
     source_shape = _count_source_voxels(grid, stored_size)
     num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size), 0
-    if plan.output == "labels" and not (memory.uses_host_memory or plan.decode_on_host):
+    if _decodes_on_device(spec, plan, memory):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
@@ -94,6 +95,12 @@ def _estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size, s
         return estimate_decoding_memory(spec, output, size)
     host_bytes, disk_bytes = estimate_decoding_memory(spec, output, stored_size)
     return DecodingMemory(host_bytes + count_score_bytes(spec, size, stored_size), disk_bytes)
+
+
+def _decodes_on_device(spec: ModelSpec, plan: Plan, memory: WindowMemory) -> bool:
+    """Return whether objects are decoded in device memory. Boundaries are always decoded on the host."""
+    is_on_device = not (memory.uses_host_memory or plan.decode_on_host)
+    return is_on_device and plan.output == "labels" and isinstance(spec.decoding, Instances)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

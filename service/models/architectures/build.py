@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
-from service.models.architectures import nnunet
+from service.models.architectures import nnunet, pytorch3dunet
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.spec import Architecture
 
@@ -35,6 +35,7 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
     **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
     **nnunet.CONSTRUCTORS,
+    **pytorch3dunet.CONSTRUCTORS,
 }
 
 

@@ -22,11 +22,15 @@ MAX_CHANNELS = 4096
 
 
 class PackageTest(NamedTuple):
-    """A test from a package: the input [1, C, z, y, x] and the expected output [1, K, z, y, x]."""
+    """A test from a package: the input [1, C, z, y, x] and the expected output [1, K, z, y, x].
+
+    is_normalized  whether the input has already been normalized
+    """
 
     name: str
     image: Array
     expected_output: Array
+    is_normalized: bool = False
 
 
 @dataclass(frozen=True)

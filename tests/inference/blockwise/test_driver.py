@@ -241,3 +241,16 @@ def test_resampling_of_scores_is_not_supported(tmp_path: Path, write_model, rand
     source = write_zarr(tmp_path / "in.zarr", make_hills((20, 20, 20), 1))
     with pytest.raises(BadParameter, match="resamples scores as nnU-Net does"):
         create_run(tmp_path / "run", source, spec, Options(output="classes"), make_settings())
+
+
+def test_only_classes_of_boundary_models_are_supported(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    pytest.importorskip("bioimage_cpp", reason="requires the extra boundaries")
+    decoding = {"kind": "boundaries", "boundary": "foreground"}
+    spec = write_model(random_nuclei_content | {"decoding": decoding})
+    pixels = make_hills((20, 20, 20), 1)
+    source = write_zarr(tmp_path / "labels.zarr", pixels, chunks=(16, 20, 24))
+    with pytest.raises(BadParameter, match="the merging of supervoxels depends on the whole stack"):
+        create_run(tmp_path / "run of labels", source, spec, Options(), make_settings())
+    compare(tmp_path, pixels, spec, Options(output="classes"))
+    attributes = zarr.open_group(tmp_path / "out.zarr", mode="r").attrs
+    assert "foreground" in str(attributes.asdict())

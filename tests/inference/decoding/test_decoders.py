@@ -21,9 +21,9 @@ from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_memory, make_decoder, split_planes
-from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.filters.fill_holes import fill_holes
+from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.smoothing import Smoother
 from service.inference.decoding.streaming import TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters

@@ -16,7 +16,7 @@ from landscapes import CPU, Array, Size, make_hills
 from service.core.types import Objects, Segmentation
 from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.instances import (
     InstanceDecoder,
     compute_min_object_confidence,
