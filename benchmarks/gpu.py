@@ -34,6 +34,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -260,14 +261,13 @@ def measure_clients(port: int, stack: Path, clients: int, seconds: float) -> Seq
     utilization = list[int]()
     before, began = busy_seconds(port), time.monotonic()
     # Threads of one process would wait for each other while they send and receive.
-    with multiprocessing.get_context("fork").Pool(clients) as pool:
-        pending = pool.starmap_async(post_stack, [(port, stack, began + seconds)] * clients)
-        while not pending.ready():
-            time.sleep(0.2)
+    with ProcessPoolExecutor(clients, multiprocessing.get_context("fork")) as pool:
+        pending = [pool.submit(post_stack, port, stack, began + seconds) for _ in range(clients)]
+        while wait(pending, timeout=0.2).not_done:
             utilization += [
                 gpu.utilisation_percent for gpu in gpus.query_gpus()[:1] if gpu.utilisation_percent is not None
             ]
-        responses = [response for client in pending.get() for response in client]
+        responses = [response for client in pending for response in client.result()]
     wall = time.monotonic() - began
     share = (busy_seconds(port) - before) / wall
     answered = [response for response in responses if response.status == 200]

@@ -29,10 +29,10 @@ from skimage.feature import peak_local_max
 from skimage.segmentation import watershed
 
 from service.inference.decoding.decoders import make_decoder
-from service.models.decoding_spec import Instances
 from service.models.loader import load_network
 from service.models.repository import read_spec
-from service.models.spec import ModelSpec, PercentileNormalization
+from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances, PercentileNormalization
 
 Seconds = dict[str, float]
 

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path, PurePosixPath
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -85,9 +84,12 @@ def walk_dependencies(requirements: list[Requirement], environment: dict[str, st
             continue
         visited.add(name)
         yield name
-        # Packages that only the other Python version needs are not installed here.
-        with suppress(PackageNotFoundError):
+        try:
             pending += map(Requirement, requires(name) or ())
+        except PackageNotFoundError:
+            # Packages that only the other Python version needs are not installed here.
+            if requirement.marker is None or requirement.marker.evaluate():
+                sys.exit(f"{name} is not installed. Use the Python of the project: PYTHON=.venv/bin/python")
 
 
 def repack(wheel: Path) -> None:

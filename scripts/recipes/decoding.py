@@ -24,8 +24,8 @@ from service.core.types import Options, Volume
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.segment import segment
 from service.inference.windows.grid import as_size
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 from service.training.evaluate import score
 
 SHAPE = (56, 104, 104)

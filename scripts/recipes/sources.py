@@ -19,6 +19,7 @@ from service.training.examples import Floats, Pair, StackSource, compute_median_
 
 # Maximum shape (Z, Y, X) of a resampled volume. Larger ones only cost time, because crops have an edge of 48 voxels.
 MAX_RESAMPLED_SHAPE = (72, 88, 88)
+MAX_FLAT_SHAPE = (40, 96, 96)
 # The service cannot estimate the diameter of spots, which are objects narrower than this. Their stacks are therefore
 # seldom resampled to the diameter of the model.
 MAX_SPOT_VOXELS = 8.0
@@ -38,14 +39,16 @@ class PercentileNormalization:
         return (image.astype(np.float32) - np.float32(low)) / np.float32(max(high - low, 1e-6))
 
 
-def with_random_size(synthesize: Callable[[Generator, Size], Pair], max_width: int = 96) -> StackSource:
+def with_random_size(
+    synthesize: Callable[[Generator, Size], Pair], max_width: int = 96, shallow_share: float = 0.2
+) -> StackSource:
     """Return a source of synthetic stacks of random size, at most `max_width` voxels wide.
 
-    One in five stacks has few planes, like many recorded stacks.
+    The fraction `shallow_share` of the stacks has few planes, like many recorded stacks.
     """
 
     def draw(rng: Generator) -> Pair:
-        depth = int(rng.integers(10, 32) if rng.random() < 0.2 else rng.integers(40, 65))
+        depth = int(rng.integers(10, 32) if rng.random() < shallow_share else rng.integers(40, 65))
         width = int(rng.integers(64, max_width + 1))
         return synthesize(rng, (depth, width, width))
 
@@ -88,6 +91,27 @@ def resample_to_diameter(source: StackSource, diameter: float, share: float) -> 
         if np.min(factors) < 2 / 3:
             return image, labels
         return zoom_pair(*_crop_around_object(image, labels, np.asarray(MAX_RESAMPLED_SHAPE) / factors, rng), factors)
+
+    return draw
+
+
+def resample_in_plane(source: StackSource, diameter: float, share: float) -> StackSource:
+    """Return a source that resamples a fraction of the volumes so that objects are `diameter` pixels wide.
+
+    Planes are not resampled. This is for objects that are only a few planes deep (see `service.inference.diameter`).
+    """
+
+    def draw(rng: Generator) -> Pair:
+        image, labels = source(rng)
+        extents = compute_median_extents(labels)
+        if extents is None or rng.random() >= share:
+            return image, labels
+        width = float(np.sqrt(extents[1] * extents[2]))
+        in_plane = diameter / width * np.exp(rng.normal(0, 0.1) + rng.normal(0, 0.04, 2))
+        factors = np.array([1.0, *in_plane])
+        if not 1 / 3 < np.min(factors) <= np.max(factors) < 3:
+            return image, labels
+        return zoom_pair(*_crop_around_object(image, labels, np.asarray(MAX_FLAT_SHAPE) / factors, rng), factors)
 
     return draw
 

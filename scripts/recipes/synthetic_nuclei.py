@@ -63,6 +63,10 @@ class Scene:
     envelope          thickness (a standard deviation) of a stained nuclear envelope, relative to the radius; 0 for
                       filled nuclei
     tissue            brightness of the surrounding tissue, which is uneven and textured
+    fragments         number of dead cells, drawn as groups of bright fragments that are not labeled
+    subplanes         planes that are simulated per plane of the stack; the others are discarded. Above 1, nuclei of few
+                      planes have realistic cross sections
+    mask_level        if not 0, voxels are set to 0 where the smoothed light is below this fraction of a typical nucleus
     """
 
     diameter: float
@@ -92,6 +96,9 @@ class Scene:
     walls: int = 0
     envelope: float = 0.0
     tissue: float = 0.0
+    fragments: int = 0
+    subplanes: int = 1
+    mask_level: float = 0.0
 
     @classmethod
     def draw(cls, rng: Generator) -> Self:
@@ -167,6 +174,36 @@ class Scene:
                 return replace(scene, tissue=log_uniform(rng, 0.05, 0.8), shading=float(rng.uniform(0.2, 0.6)))
             case _:
                 return scene._with_noise(rng)
+
+    @classmethod
+    def draw_flat(cls, rng: Generator) -> Self:
+        """Draw a scene of nuclei that are 1 to 5 planes deep, as in screens, where planes are far apart.
+
+        Nuclei are crowded and appear in adjacent planes, too, because of out-of-focus light. Dead cells lie between
+        them. In a third of the stacks, the background is set to zero, as by programs that crop organoids.
+        """
+        scene = cls.draw(rng)
+        diameter = log_uniform(rng, 11.0, 42.0)
+        blur = log_uniform(rng, 0.4, 2.5)
+        return replace(
+            scene,
+            diameter=diameter,
+            anisotropy=float(np.clip(diameter / log_uniform(rng, 1.0, 5.0), 2.5, 14.0)),
+            fill=log_uniform(rng, 0.03, 0.5),
+            clustering=float(rng.choice([0.2, 0.6, 0.95], p=[0.2, 0.3, 0.5])),
+            contact=float(rng.uniform(0.85, 1.05)),
+            spread=float(rng.choice([0.2, 0.4, 0.6])),
+            margin=float(rng.uniform(1.0, 1.06)),
+            blur=blur,
+            elongation=log_uniform(rng, 0.3, 1.5) / blur,
+            glow=float(rng.choice([0.0, rng.uniform(0.05, 0.6)], p=[0.25, 0.75])),
+            floor=log_uniform(rng, 0.003, 0.4),
+            photons=log_uniform(rng, 4.0, 2000),
+            rim_level=float(rng.choice([0.0, rng.uniform(0.4, 0.7)], p=[0.8, 0.2])),
+            fragments=int(rng.integers(1, 12) if rng.random() < 0.5 else 0),
+            subplanes=int(rng.integers(2, 5)),
+            mask_level=log_uniform(rng, 0.03, 0.25) if rng.random() < 0.35 else 0.0,
+        )
 
     @classmethod
     def draw_empty(cls, rng: Generator) -> Self:
@@ -282,6 +319,27 @@ def synthesize(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
     Returns the image as uint8 or uint16 and the labels as uint16, both [Z, Y, X]. Label 0 is the background.
     """
     scene = scene if scene is not None else Scene.draw(rng)
+    if scene.subplanes > 1:
+        return _synthesize_flat(rng, shape, scene)
+    canvas = _place_nuclei(rng, shape, scene)
+    light = _form_image(rng, scene, canvas)
+    return _expose(rng, scene, canvas.labels, light), canvas.labels
+
+
+def _synthesize_flat(rng: Generator, shape: Size, scene: Scene) -> tuple[NDArray[Any], Labels]:
+    """Generate a stack of flat nuclei. Emitted light is blurred at a finer plane spacing than that of the stack."""
+    step = scene.subplanes
+    fine = replace(scene, anisotropy=scene.anisotropy / step, elongation=scene.elongation * step, rim_level=0.0)
+    canvas = _place_nuclei(rng, (shape[0] * step, *shape[1:]), fine)
+    light = _form_image(rng, fine, canvas)[step // 2 :: step]
+    labels = np.ascontiguousarray(canvas.labels[step // 2 :: step])
+    if scene.rim_level:
+        _extend_outlines(scene, labels, light)
+    return _expose(rng, scene, labels, np.ascontiguousarray(light)), labels
+
+
+def _place_nuclei(rng: Generator, shape: Size, scene: Scene) -> _Canvas:
+    """Draw the nuclei of a scene."""
     target_voxels = scene.fill * math.prod(shape)
     nucleus_voxels = math.pi / 6 * scene.diameter**3 / scene.anisotropy
     max_nuclei = 2 * math.ceil(target_voxels / nucleus_voxels) + 2 if target_voxels else 0
@@ -290,7 +348,12 @@ def synthesize(rng: Generator, shape: Size, scene: Scene | None = None) -> tuple
         if canvas.count and np.count_nonzero(canvas.labels) >= target_voxels:
             break
         _place_nucleus(rng, scene, canvas)
-    return _simulate_image(rng, scene, canvas), canvas.labels
+    return canvas
+
+
+def synthesize_flat(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+    """Generate a stack of nuclei that are only a few planes deep; returns the image and the labels."""
+    return synthesize(rng, shape, Scene.draw_flat(rng))
 
 
 def synthesize_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
@@ -420,11 +483,14 @@ def _compute_emission(rng: Generator, scene: Scene, relative_radius: Floats) -> 
     return light
 
 
-def _simulate_image(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[Any]:
-    """Simulate the image of the emitted light; returns uint8 or uint16, [Z, Y, X]."""
-    shape = canvas.labels.shape
+def _form_image(rng: Generator, scene: Scene, canvas: _Canvas) -> Floats:
+    """Simulate the light [Z, Y, X] of nuclei, debris and stray light that reaches the camera, without the background.
+
+    Outlines are extended along z in place if the scene has a `rim_level`.
+    """
     light = canvas.light
     _add_debris(rng, scene, light)
+    _add_fragments(rng, scene, light)
     _add_ghosts(rng, scene, light)
     _add_walls(rng, scene, light)
     _add_bleed(rng, scene, canvas)
@@ -440,6 +506,16 @@ def _simulate_image(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[An
         light += np.float32(scene.haze) * apply_wide_blur(
             light, (0.8 * scene.diameter / scene.anisotropy, 0.8 * scene.diameter)
         )
+    return np.asarray(light)
+
+
+def _expose(rng: Generator, scene: Scene, labels: Labels, light: Floats) -> NDArray[Any]:
+    """Add the background to the light [Z, Y, X] and simulate the camera; returns uint8 or uint16.
+
+    If the scene has a `mask_level`, dark voxels of the image and the labels are set to 0.
+    """
+    shape = light.shape
+    visible = _find_visible_voxels(rng, scene, light) if scene.mask_level else None
     if scene.tissue:
         gradient = smooth_noise(rng, shape, max(shape) / 2)
         grain = smooth_noise(rng, shape, max(2.0, scene.diameter / 5))
@@ -447,7 +523,24 @@ def _simulate_image(rng: Generator, scene: Scene, canvas: _Canvas) -> NDArray[An
     light += np.float32(scene.floor) * (1 + np.float32(0.3) * smooth_noise(rng, shape, max(shape) / 2))
     light *= np.clip(1 + scene.shading * smooth_noise(rng, (1, *shape[1:]), max(shape) / 1.5), 0.2, 2)
     light *= np.linspace(1, 1 - scene.attenuation, shape[0], dtype=np.float32)[:: rng.choice([-1, 1]), None, None]
-    return expose(rng, scene, np.maximum(light, 0))
+    image = expose(rng, scene, np.maximum(light, 0))
+    if visible is not None:
+        image[~visible] = 0
+        labels[~visible] = 0
+    return image
+
+
+def _find_visible_voxels(rng: Generator, scene: Scene, light: Floats) -> NDArray[np.bool_]:
+    """Return a mask of the voxels [Z, Y, X] near light. Half of the masks consist of blocks in the plane."""
+    smooth = gaussian_filter(light, [0.5, scene.diameter / 5, scene.diameter / 5], truncate=2.5)
+    is_visible: NDArray[np.bool_] = smooth > scene.mask_level
+    if rng.random() < 0.5:
+        edge = int(rng.integers(3, 13))
+        rows, columns = (
+            np.minimum(np.arange(length) // edge * edge + edge // 2, length - 1) for length in light.shape[1:]
+        )
+        is_visible = is_visible[:, rows[:, None], columns]
+    return is_visible
 
 
 def _extend_outlines(scene: Scene, labels: Labels, light: Floats) -> None:
@@ -480,6 +573,24 @@ def _add_debris(rng: Generator, scene: Scene, light: Floats) -> None:
         z, y, x = (int(rng.integers(0, edge)) for edge in light.shape)
         size = int(rng.integers(1, 3))
         light[z : z + 1, y : y + size, x : x + size] += np.float32(rng.uniform(0.5, 6))
+
+
+def _add_fragments(rng: Generator, scene: Scene, light: Floats) -> None:
+    """Add dead cells: groups of bright fragments, each group about as wide as a nucleus."""
+    for _ in range(scene.fragments):
+        center = rng.uniform(0, light.shape)
+        brightness = log_uniform(rng, 0.6, 4)
+        for _ in range(int(rng.integers(2, 9))):
+            radius = scene.diameter * rng.uniform(0.06, 0.2)
+            radii = np.array([max(radius / scene.anisotropy, 0.6), radius, radius])
+            position = center + rng.normal(0, 0.35 * scene.diameter, 3) / [scene.anisotropy, 1, 1]
+            low = np.maximum(np.floor(position - radii), 0).astype(int)
+            high = np.minimum(np.ceil(position + radii) + 1, light.shape).astype(int)
+            if np.any(high <= low):
+                continue
+            z, y, x = (((np.arange(a, b) - p) / r) ** 2 for a, b, p, r in zip(low, high, position, radii, strict=True))
+            box = light[low[0] : high[0], low[1] : high[1], low[2] : high[2]]
+            box[z[:, None, None] + y[:, None] + x < 1] += np.float32(brightness * rng.uniform(0.6, 1.4))
 
 
 def _add_walls(rng: Generator, scene: Scene, light: Floats) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from torch import Tensor, nn
 
 from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
+from scripts.recipes.device_pool import DevicePool
 from scripts.recipes.sources import (
     AugmentedStacks,
     PercentileNormalization,
     mix_sources,
+    resample_in_plane,
     resample_to_diameter,
     with_random_size,
 )
@@ -112,6 +114,9 @@ RECIPES = {
 }
 
 
+FLAT_NUCLEI = with_random_size(synthetic_nuclei.synthesize_flat, shallow_share=1.0)
+
+
 class TrainingRun:
     """A training run, which resumes from the checkpoint in `folder` if there is one.
 
@@ -123,15 +128,16 @@ class TrainingRun:
     """
 
     def __init__(self, network: nn.Module, schedule: Schedule, folder: Path) -> None:
-        if schedule.bf16:
+        self.device = next(network.parameters()).device
+        if schedule.bf16 and self.device.type == "cpu":
             make_convolutions_safe(network)
         self.network, self.average = network.train(), copy.deepcopy(network).eval()
         if not schedule.statistics_batches:
             freeze_statistics(network)
         self.schedule, self.folder = schedule, folder
-        self.step, self.seconds, self.loss = 0, 0.0, float("nan")
+        self.step, self.seconds, self.loss = 0, 0.0, torch.full((), math.nan, device=self.device)
         self.optimizer = torch.optim.AdamW(
-            network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay
+            network.parameters(), lr=schedule.learning_rate, weight_decay=schedule.weight_decay, fused=True
         )
         if (folder / CHECKPOINT).exists():
             self._load_checkpoint()
@@ -145,10 +151,11 @@ class TrainingRun:
         """Run one training step on images [B, 1, z, y, x] and targets [B, T, z, y, x]."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate_at(self.progress)
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.schedule.bf16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.schedule.bf16):
             scores = self.network(images.to(memory_format=torch.channels_last_3d))
         value = _update_weights(self.network, self.optimizer, loss(scores.float(), targets))
-        self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
+        # Reading the value would wait for the device.
+        self.loss = torch.where(self.loss.isnan(), value, self.loss.lerp(value, 0.02))
         self.step += 1
         update_average(self.average, self.network, min(self.schedule.ema_decay, self.step / (self.step + 20)))
 
@@ -157,26 +164,48 @@ class TrainingRun:
         save_weights(self.average, self.folder)
         partial = self.folder / f"{CHECKPOINT}.part"
         states = {name: getattr(self, name).state_dict() for name in CHECKPOINT_ATTRIBUTES}
-        torch.save({**states, "step": self.step, "seconds": self.seconds, "loss": self.loss}, partial)
+        torch.save({**states, "step": self.step, "seconds": self.seconds, "loss": float(self.loss)}, partial)
         partial.replace(self.folder / CHECKPOINT)
         log.info("%5.1f %%  %.1f minutes  step %d  loss %.4f", *self._progress_values())
 
     def _progress_values(self) -> tuple[float, float, int, float]:
-        return 100 * min(self.progress, 1), self.seconds / 60, self.step, self.loss
+        return 100 * min(self.progress, 1), self.seconds / 60, self.step, float(self.loss)
 
     def _load_checkpoint(self) -> None:
-        content = torch.load(self.folder / CHECKPOINT, weights_only=True)
+        content = torch.load(self.folder / CHECKPOINT, self.device, weights_only=True)
         for name in CHECKPOINT_ATTRIBUTES:
             getattr(self, name).load_state_dict(content[name])
-        self.step, self.seconds, self.loss = content["step"], content["seconds"], content["loss"]
+        self.step, self.seconds = content["step"], content["seconds"]
+        self.loss = torch.tensor(content["loss"], device=self.device)
 
 
-def train(run: TrainingRun, pool: ExamplePool, seed: int, loss: Loss = instance_loss) -> nn.Module:
+class Pool(Protocol):
+    """A pool of training volumes: `HostPool`, or `DevicePool` for a GPU."""
+
+    def draw(self, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
+        """Draw images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
+
+    def refresh(self) -> None:
+        """Replace a volume."""
+
+    def close(self) -> None:
+        """Stop the processes or the thread that create volumes."""
+
+
+class HostPool(ExamplePool):
+    """A pool in the memory of the host."""
+
+    def draw(self, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
+        """Draw images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
+        return draw_batch(self, rng, size, edge)
+
+
+def train(run: TrainingRun, pool: Pool, seed: int, loss: Loss = instance_loss) -> nn.Module:
     """Train until the time budget is used up; save and return the averaged network in evaluation mode."""
     schedule, saved_at, started = run.schedule, run.seconds, time.monotonic() - run.seconds
     while run.progress < 1:
         rng = np.random.default_rng([seed, 2, run.step])
-        run.train_step(*draw_batch(pool, rng, schedule.batch_size, schedule.edge), loss)
+        run.train_step(*pool.draw(rng, schedule.batch_size, schedule.edge), loss)
         if run.step % schedule.steps_per_volume == 0:
             pool.refresh()
         run.seconds = time.monotonic() - started
@@ -186,20 +215,18 @@ def train(run: TrainingRun, pool: ExamplePool, seed: int, loss: Loss = instance_
     if schedule.statistics_batches:
         rng = np.random.default_rng([seed, 3])
         batches = range(schedule.statistics_batches)
-        recompute_statistics(
-            run.average, (draw_batch(pool, rng, schedule.batch_size, schedule.edge)[0] for _ in batches)
-        )
+        recompute_statistics(run.average, (pool.draw(rng, schedule.batch_size, schedule.edge)[0] for _ in batches))
     run.save()
     return run.average
 
 
-def _update_weights(network: nn.Module, optimizer: torch.optim.Optimizer, value: Tensor) -> float:
-    """Run one optimizer step; return the loss as a number."""
+def _update_weights(network: nn.Module, optimizer: torch.optim.Optimizer, value: Tensor) -> Tensor:
+    """Run one optimizer step; return the loss."""
     optimizer.zero_grad(set_to_none=True)
     value.backward()  # type: ignore[no-untyped-call]
     nn.utils.clip_grad_norm_(network.parameters(), 2.0)
     optimizer.step()
-    return float(value.detach())
+    return value.detach()
 
 
 def load_matching_weights(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -247,7 +274,15 @@ def _make_source(recipe: Recipe, options: argparse.Namespace) -> StackSource:
     """Return the source of training volumes that the command line specifies."""
     pairs = read_pairs(options.images, options.labels)
     source = mix_sources(recipe.synthetic, AugmentedStacks(pairs), options.share) if pairs else recipe.synthetic
-    return resample_to_diameter(source, recipe.diameter, options.stated)
+    source = resample_to_diameter(source, recipe.diameter, options.stated)
+    flat = resample_in_plane(FLAT_NUCLEI, recipe.diameter, options.stated)
+    return mix_sources(source, flat, options.flat_share) if options.flat_share else source
+
+
+def _make_pool(dataset: ExampleDataset, options: argparse.Namespace, first_number: int) -> Pool:
+    if options.device.type == "cpu":
+        return HostPool(dataset, options.pool, first_number=first_number, worker_count=options.workers)
+    return DevicePool(dataset, options.pool, options.device, first_number=first_number, worker_count=options.workers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -270,6 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--stated", type=float, default=0.6, help="fraction of volumes that are resampled to the diameter of the model"
     )
+    parser.add_argument(
+        "--flat-share", type=float, default=0.0, help="fraction of volumes with nuclei that are a few planes deep"
+    )
     parser.add_argument("--batch-size", type=int, default=4, help="crops per step")
     parser.add_argument("--edge", type=int, default=48, help="edge length of a crop in voxels")
     parser.add_argument(
@@ -279,9 +317,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--bf16", action="store_true", help="use BF16, for processors with BF16 instructions")
     parser.add_argument("--seed", type=int, default=1, help="seed of all random numbers")
     parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="device to train on")
+    parser.add_argument("--workers", type=int, default=0, help="processes that create volumes, for a GPU")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
+    torch.backends.cudnn.benchmark = True
     torch.manual_seed(options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     recipe = RECIPES[options.kind]
@@ -290,12 +331,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.init:
         weights = load_file(options.init)
         load_matching_weights(network, widen_weights(network, weights) if options.widths else weights)
+    dataset = ExampleDataset(_make_source(recipe, options), PercentileNormalization(), options.seed, recipe.targets)
+    network.to(options.device)
     schedule = Schedule(
         options.minutes,
         options.learning_rate,
         batch_size=options.batch_size,
         edge=options.edge,
-        steps_per_volume=recipe.steps_per_volume * 4 // options.batch_size,
+        steps_per_volume=max(recipe.steps_per_volume * 4 // options.batch_size, 1),
         statistics_batches=0 if options.keep_statistics else Schedule.statistics_batches,
         bf16=options.bf16,
     )
@@ -303,8 +346,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if run.progress >= 1:
         log.info("%s: already complete, %.1f minutes, step %d", options.out, run.seconds / 60, run.step)
         return
-    dataset = ExampleDataset(_make_source(recipe, options), PercentileNormalization(), options.seed, recipe.targets)
-    pool = ExamplePool(dataset, options.pool, first_number=run.step // schedule.steps_per_volume)
+    pool = _make_pool(dataset, options, run.step // schedule.steps_per_volume)
     try:
         train(run, pool, options.seed, recipe.loss)
     finally:

@@ -64,7 +64,10 @@ def _parse_activation(text: str) -> str | dict[str, str]:
 
 
 def _parse_decoding(text: str) -> dict[str, Any]:
-    return {"kind": _make_choice_parser("classes", "instances")(text)}
+    kind, _, name = text.strip().partition(":")
+    if kind == "boundaries":
+        return {"kind": kind, "boundary": name or "boundary"}
+    return {"kind": _make_choice_parser("classes", "instances", "boundaries")(text)}
 
 
 class Question(NamedTuple):
@@ -85,8 +88,8 @@ QUESTIONS = (
     Question(
         "--architecture",
         "architecture",
-        "Network class (ShuffleUNet, UNet, BasicUNet, DynUNet or SegResNet) with its arguments. Import other networks "
-        "from torch.export or ONNX files",
+        "Network class (such as ShuffleUNet, MONAI's UNet, BasicUNet, DynUNet or SegResNet, or pytorch-3dunet's UNet3D "
+        "or ResidualUNet3D) with its arguments. Import other networks from torch.export or ONNX files",
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
@@ -132,8 +135,9 @@ QUESTIONS = (
     Question(
         "--decoding",
         "decoding",
-        "Decoding method: 'classes' selects the output with the highest score, and 'instances' uses the outputs named "
-        "'foreground' and 'distance' to separate objects",
+        "Decoding method: 'classes' selects the output with the highest score, 'instances' uses the outputs named "
+        "'foreground' and 'distance' to separate objects, and 'boundaries:NAME' uses the output NAME with the "
+        "probability of a boundary",
         "classes",
         _parse_decoding,
     ),

@@ -218,6 +218,7 @@ class Description:
     problem          why the selected part cannot be read, for example because no time point is selected; "" if it
                      can be read
     scenes           names of the images in the file, "" for an image without a name; empty if the file has only one
+    example_scene    index of the described scene, if one of the scenes has to be selected and none is; otherwise None
     """
 
     container: str
@@ -235,6 +236,7 @@ class Description:
     problem: str = ""
     colours: tuple[str, ...] = ()
     scenes: tuple[str, ...] = ()
+    example_scene: int | None = None
 
     @property
     def volume_count(self) -> int:

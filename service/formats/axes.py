@@ -62,8 +62,8 @@ def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
 
 
 def match_channels(texts: tuple[str, ...], channel_count: int) -> tuple[str, ...]:
-    """Return the names or colors of the channels, or "" for each channel if their number is wrong."""
-    return texts if len(texts) == channel_count else ("",) * channel_count
+    """Return the names or colors of the channels without spaces around them, or "" if their number is wrong."""
+    return tuple(text.strip() for text in texts) if len(texts) == channel_count else ("",) * channel_count
 
 
 def expand_to_cszyx(pixels: Array, letters: str) -> Array:

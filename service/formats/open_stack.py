@@ -66,6 +66,11 @@ class OpenStack(ABC):
         """Names of the scenes, as in `Description.scenes`."""
         return ()
 
+    @property
+    def example_scene(self) -> int | None:
+        """Index of the scene, as in `Description.example_scene`."""
+        return None
+
     def find_missing_choice(self, *, is_series: bool) -> BadParameter | None:
         """Return the error if no time point is selected and the file has several.
 
@@ -150,4 +155,5 @@ class OpenStack(ABC):
             time_points=None if time_range is None else (time_range.start, time_range.stop),
             problem=str(self.find_missing_choice(is_series=time_range is not None) or ""),
             scenes=self.scenes,
+            example_scene=self.example_scene,
         )

@@ -154,18 +154,21 @@ def _convert_voxel_size(axis: str, value: Any, unit: str, notes: list[str]) -> f
     return size
 
 
+def _find_outliers(z: float | None, y: float | None, x: float | None) -> str:
+    """Return the axes whose sizes contradict the others: "yx", "z" or ""."""
+    if y and x and not 1 / MAX_PIXEL_RATIO < y / x < MAX_PIXEL_RATIO:
+        return "yx"
+    pixel_size = y or x
+    return "z" if z and pixel_size and not 1 / MAX_PIXEL_RATIO < z / pixel_size < MAX_PLANE_RATIO else ""
+
+
 def _discard_outliers(sizes: Sequence[float | None], notes: list[str]) -> list[float | None]:
     """Replace sizes that contradict the other axes with None, and add a note.
 
     Pixels are almost square, and planes are neither much closer than pixels nor `MAX_PLANE_RATIO` times farther apart.
     A contradiction shows that a size has the wrong unit. If x and y differ, both are discarded.
     """
-    z, y, x = sizes
-    outliers = ""
-    if y and x and not 1 / MAX_PIXEL_RATIO < y / x < MAX_PIXEL_RATIO:
-        outliers = "yx"
-    elif z and (pixel_size := y or x) and not 1 / MAX_PIXEL_RATIO < z / pixel_size < MAX_PLANE_RATIO:
-        outliers = "z"
+    outliers = _find_outliers(*sizes)
     if not outliers:
         return list(sizes)
     known_text = " and ".join(f"{size:g} um along {axis}" for axis, size in zip("zyx", sizes, strict=True) if size)
@@ -236,23 +239,34 @@ def _parse_imagej_sizes(
     metadata: Mapping[str, Any], tags: Resolution, source: str, spacing: Any, tag_unit: str
 ) -> Calibration:
     """Parse a voxel size in ImageJ's format, with the pixel size in `tag_unit` or, if it is "", in the stated unit."""
-    unit = str(metadata["unit"])
-    units = [str(metadata.get("zunit") or unit), tag_unit or str(metadata.get("yunit") or unit), tag_unit or unit]
-    y, x = tags.get_pixel_size(1), tags.get_pixel_size(0)
-    if tags.unit == "inch" and x == 1 / 72:
-        # 72 dpi is the default resolution of image editors. ImageJ replaces it with one pixel per unit.
-        y = x = 1.0
-    # For images in cm, ImageJ converts pixels of up to 1 um to micrometers, but not a plane distance of exactly 1.
-    if units[0] == units[2] == "cm" and spacing == 1 and isinstance(x, float) and x <= 1e-4:
-        units[0] = "um"
-    calibration = parse_calibration((spacing, y, x), units, source)
+    y, x = _get_imagej_pixel_size(tags)
+    calibration = parse_calibration((spacing, y, x), _get_imagej_units(metadata, tag_unit, spacing, x), source)
     if (y, x) != (1.0, 1.0) or calibration.y is None or calibration.x is None:
         return calibration
     note = (
-        f"The file has exactly one pixel per {unit[:16]} in the plane. Some programs write this value if they do"
-        " not know the pixel size. If the value is wrong, set voxel_size=Z,Y,X in micrometers."
+        f"The file has exactly one pixel per {str(metadata['unit'])[:16]} in the plane. Some programs write this value"
+        " if they do not know the pixel size. If the value is wrong, set voxel_size=Z,Y,X in micrometers."
     )
     return replace(calibration, notes=(*calibration.notes, note))
+
+
+def _get_imagej_pixel_size(tags: Resolution) -> tuple[float | str | None, float | str | None]:
+    """Return the pixel size along y and x in the unit of an image."""
+    y, x = tags.get_pixel_size(1), tags.get_pixel_size(0)
+    if tags.unit == "inch" and x == 1 / 72:
+        # 72 dpi is the default resolution of image editors. ImageJ replaces it with one pixel per unit.
+        return 1.0, 1.0
+    return y, x
+
+
+def _get_imagej_units(metadata: Mapping[str, Any], tag_unit: str, spacing: Any, x: float | str | None) -> list[str]:
+    """Return the units along z, y and x. `x` is the pixel size along x."""
+    unit = str(metadata["unit"])
+    units = [str(metadata.get("zunit") or unit), tag_unit or str(metadata.get("yunit") or unit), tag_unit or unit]
+    # For images in cm, ImageJ converts pixels of up to 1 um to micrometers, but not a plane distance of exactly 1.
+    if units[0] == units[2] == "cm" and spacing == 1 and isinstance(x, float) and x <= 1e-4:
+        units[0] = "um"
+    return units
 
 
 def parse_scifio_calibration(metadata: Mapping[str, Any], source: str) -> Calibration:

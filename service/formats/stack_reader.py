@@ -180,7 +180,6 @@ def _open_archive(stream: BinaryIO) -> Store | None:
     """Return the store in a zip archive, or None for any other file. Rewind the stream."""
     # The process that passed the descriptor may have moved its position.
     stream.seek(0)
-    is_zip = stream.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE
+    archive = ZipStore(stream) if stream.read(len(_ZIP_SIGNATURE)) == _ZIP_SIGNATURE else None
     stream.seek(0)
-    archive = ZipStore(stream) if is_zip else None
     return archive if archive is not None and archive.has_zarr else None

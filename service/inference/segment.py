@@ -14,7 +14,7 @@ from service.core.errors import Cancelled, LowConfidenceResult, OutOfMemory, Sta
 from service.core.quantities import Diameter
 from service.core.telemetry import Stages
 from service.core.types import Extent, Options, PostprocessingOptions, Segmentation, Volume
-from service.inference.decoding.decoders import Decoder, make_decoder
+from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
 from service.inference.diameter.advice import Evidence
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
@@ -83,9 +83,8 @@ def segment(
     device fails, and LowConfidenceResult if the options are strict and the confidence is low.
     """
     request = request or runner.estimator.plan_request(volume, options)
-    if (options := runner.estimator.fit_window(volume, options)).roi_size is not None:
-        variant = runner.with_window(options, request.estimate)
-        return segment(variant, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
+    if (result := _segment_variant(runner, volume, options, request, callbacks)) is not None:
+        return result
     call = _Call(runner, volume, options, callbacks, Stages())
     with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
@@ -116,6 +115,19 @@ def segment(
         confidence=confidence,
         quality_warning=quality_warning,
     )
+
+
+def _segment_variant(
+    runner: ModelRunner, volume: Volume, options: Options, request: PlannedRequest, callbacks: Callbacks
+) -> Result | None:
+    """Segment with another window, or without planes of zeros, if the request, the volume or the model requires it."""
+    if (options := runner.estimator.fit_window(volume, options)).roi_size is not None:
+        variant = runner.with_window(options, request.estimate)
+        return segment(variant, volume, replace(options, roi_size=None), request, callbacks)._replace(spec=runner.spec)
+    if (crop := runner.crop(volume)) is None:
+        return None
+    result = segment(runner, crop.volume, options, None, callbacks)
+    return result._replace(segmentation=crop.undo(result.segmentation, runner.spec, runner.allocate))
 
 
 def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
@@ -162,14 +174,8 @@ def _skip_empty_windows(call: _Call, image: Image, spec: ModelSpec, plan: Plan) 
 def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringResult[Decoder]:
     """Compute the scores of all windows, and decode them slab by slab."""
     runner, size = call.runner, as_size(image.shape[2:])
-    make_request_decoder = partial(
-        make_decoder,
-        spec,
-        size,
-        plan.output,
-        call.volume.voxel_size,
-        runner.allocate,
-        cancelled=call.callbacks.cancelled,
+    make_request_decoder = replace(
+        runner.make_decoder_factory(call.volume, spec, size, plan.output), cancelled=call.callbacks.cancelled
     )
     compute_slabs = partial(
         runner.choose_inferer(call.callbacks.run),

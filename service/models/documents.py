@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -36,8 +36,17 @@ def read_document(path: Path) -> Any:
         raise ValueError("the content is nested too deeply") from error
 
 
+class _Loader(yaml.SafeLoader):
+    """A loader of plain values, which reads Python's tuples as lists. Training programs often write tuples."""
+
+    yaml_constructors: ClassVar[dict[str | None, Any]] = {
+        **yaml.SafeLoader.yaml_constructors,
+        "tag:yaml.org,2002:python/tuple": yaml.SafeLoader.construct_yaml_seq,
+    }
+
+
 def _read_yaml(text: str) -> Any:
-    loader = yaml.SafeLoader(text)
+    loader = _Loader(text)
     try:
         node = loader.get_single_node()
         if node is None:

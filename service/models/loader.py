@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from service.core.errors import BrokenModel
 from service.models.architectures.build import build_network, count_tensor_elements
-from service.models.decoding_spec import Instances, StarConvex
 from service.models.graphs.outputs import OutputQuery
 from service.models.network import MAX_ELEMENTS, observe_calls
 from service.models.spec import PROBABILITY_TOLERANCE, Architecture, ModelSpec
+from service.models.spec_parts import get_probability_output
 
 _GRAPHS = "service.models.graphs"
 # Modules and functions that load weights files with an embedded network, by `weights.kind`. The modules are imported
@@ -32,6 +32,8 @@ _LOADERS = {
     "exported": ("torch_export", "load_torch_export"),
     "onnx": ("onnx.network", "load_onnx"),
 }
+# Modules that a kind of decoding needs, and the extras that install them.
+_DECODING_LIBRARIES = {"boundaries": ("bioimage_cpp", "boundaries"), "star-convex": ("stardist", "stardist")}
 
 
 def compute_scores(network: nn.Module, x: Tensor) -> Tensor:
@@ -47,7 +49,7 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     this run. Raises BrokenModel if the weights do not fit the architecture, or if the shape of the scores does not
     match the model file.
     """
-    _check_requirements(spec)
+    _check_decoding_library(spec)
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
         network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
@@ -55,12 +57,14 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     return network
 
 
-def _check_requirements(spec: ModelSpec) -> None:
-    """Raise BrokenModel if a package that decodes the scores is not installed."""
-    if isinstance(spec.decoding, StarConvex) and find_spec("stardist") is None:
+def _check_decoding_library(spec: ModelSpec) -> None:
+    """Raise BrokenModel if the decoding needs a library that is not installed."""
+    kind = spec.decoding.kind
+    module, extra = _DECODING_LIBRARIES.get(kind, (None, None))
+    if module is not None and find_spec(module) is None:
         raise BrokenModel(
-            f"{spec.folder}: `decoding.kind: star-convex` requires the package stardist; install it with pip install "
-            "'stackseg[stardist]'."
+            f"{spec.folder}: `decoding.kind: {kind}` requires the `{extra}` extra. Install it with: "
+            f"pip install 'stackseg[{extra}]'"
         )
 
 
@@ -103,17 +107,18 @@ def _summarize_error(error: Exception) -> str:
     return " ".join(lines[:2]) + (f" (and {len(lines) - 2} more)" if len(lines) > 2 else "")
 
 
-def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
-    """Raise BrokenModel if the foreground scores [1, K, z, y, x] of an empty window cannot be probabilities.
+def _check_probability(scores: Tensor, spec: ModelSpec) -> None:
+    """Raise BrokenModel if the foreground or boundary in scores [1, K, z, y, x] of an empty window is no probability.
 
     Logits of an empty window are usually negative.
     """
-    if not isinstance(spec.decoding, Instances) or spec.get_activation(spec.decoding.foreground) != "none":
+    name = get_probability_output(spec.decoding)
+    if name is None or spec.get_activation(name) != "none":
         return
-    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(spec.decoding.foreground)])
+    lowest, highest = torch.aminmax(scores[:, spec.outputs.index(name)])
     if lowest < -PROBABILITY_TOLERANCE or highest > 1 + PROBABILITY_TOLERANCE:
         raise BrokenModel(
-            f"{spec.folder}: activation: the activation of the output {spec.decoding.foreground!r} is none, but its "
+            f"{spec.folder}: activation: the activation of the output {name!r} is none, but its "
             f"scores range from {float(lowest):.3g} to {float(highest):.3g}, so they are not probabilities; use "
             "sigmoid if they are logits."
         )
@@ -122,7 +127,7 @@ def _check_foreground(scores: Tensor, spec: ModelSpec) -> None:
 @torch.inference_mode()
 def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
     shape = (1, spec.input.channels, *spec.input.roi_size)
-    score_size = (length // step for length, step in zip(spec.input.roi_size, spec.score_step, strict=True))
+    score_size = (length // step for length, step in zip(spec.input.roi_size, spec.tiling.step, strict=True))
     expected_shape = (1, len(spec.outputs), *score_size)
     if max(math.prod(shape), math.prod(expected_shape)) > MAX_ELEMENTS:
         raise BrokenModel(f"{spec.folder}: input.roi_size: a window of shape {shape} is too large; reduce the size.")
@@ -141,7 +146,7 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         raise BrokenModel(
             f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
         )
-    _check_foreground(scores, spec)
+    _check_probability(scores, spec)
     if [tensor._version for tensor in tensors] != versions:
         raise BrokenModel(
             f"{spec.folder}: the network modifies its own tensors and could retain data from other requests."

@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
-from service.models.decoding_spec import Classes, FrozenModel, Instances, StarConvex
+from service.models.spec_parts import (
+    Boundaries,
+    Classes,
+    Decoding,
+    FrozenModel,
+    Instances,
+    Normalization,
+    Regions,
+    StarConvex,
+    Tiling,
+    TilingName,
+)
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
@@ -42,47 +53,6 @@ class Weights(FrozenModel):
     output: SingleLineText | None = None
 
 
-class PercentileNormalization(FrozenModel):
-    """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
-
-    kind: Literal["percentile"]
-    low: Annotated[float, Field(ge=0, le=100)] = 1.0
-    high: Annotated[float, Field(ge=0, le=100)] = 99.8
-    clip: tuple[float, float] | None = None
-
-    @model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if not self.low < self.high:
-            raise ValueError("low must be below high")
-        return self
-
-
-class ZScoreNormalization(FrozenModel):
-    """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
-
-    kind: Literal["zscore"]
-
-
-class RangeNormalization(FrozenModel):
-    """Normalization to (x - low) / (high - low) with fixed intensities, optionally clipped."""
-
-    kind: Literal["range"]
-    low: float
-    high: float
-    clip: tuple[float, float] | None = None
-
-    @model_validator(mode="after")
-    def _check_width(self) -> Self:
-        if self.low == self.high:
-            raise ValueError("low and high must differ")
-        return self
-
-
-Normalization = Annotated[
-    PercentileNormalization | ZScoreNormalization | RangeNormalization, Field(discriminator="kind")
-]
-
-
 class Input(FrozenModel):
     """The input of the network.
 
@@ -90,9 +60,16 @@ class Input(FrozenModel):
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     estimate_diameter  whether the diameter is estimated if a request does not specify it
+    normalisation      normalization of all channels, or of each channel
     roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
                        override the window, because the network is not fully convolutional
+    tiling             program whose positions and Gaussian weights of windows are used
+    resampling         how volumes are resampled to `voxel_size`: linearly, with labels from the nearest voxel, or as in
+                       nnU-Net, with cubic splines, and with scores that are resampled before they become labels
+    crop_zeros         whether planes of zeros at the faces of a volume are removed first and become background
+    mirror_axes        axes along which windows are mirrored with `quality=best`, in all combinations; None for the
+                       views that suit most models
     """
 
     channels: PositiveInt = 1
@@ -100,9 +77,26 @@ class Input(FrozenModel):
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
-    normalisation: Normalization
+    normalisation: Normalization | tuple[Normalization, ...]
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
     roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    tiling: TilingName = "monai"
+    resampling: Literal["linear", "nnunet"] = "linear"
+    crop_zeros: bool = False
+    mirror_axes: tuple[Literal["z", "y", "x"], ...] | None = None
+
+    def get_normalization(self, channel: int) -> Normalization:
+        """Return the normalization of a channel."""
+        return self.normalisation[channel] if isinstance(self.normalisation, tuple) else self.normalisation
+
+    @model_validator(mode="after")
+    def _check_normalization(self) -> Self:
+        if isinstance(self.normalisation, tuple) and len(self.normalisation) != self.channels:
+            raise ValueError(
+                f"normalisation must be one mapping, or a list with one mapping for each of the "
+                f"{self.channels} channels"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_multiple(self) -> Self:
@@ -178,11 +172,16 @@ class ModelSpec(FrozenModel):
     input: Input
     outputs: Annotated[tuple[SingleLineText, ...], Field(min_length=1)]
     activation: ActivationName | dict[str, Literal["none", "sigmoid"]] = "none"
-    decoding: Annotated[Instances | Classes | StarConvex, Field(discriminator="kind")]
+    decoding: Decoding
     confidence: Calibration | None = None
     sample: Sample | None = None
     lineage: Lineage | None = None
     folder: Path = Field(exclude=True)
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether the model separates objects, so that labels can be requested."""
+        return not isinstance(self.decoding, Classes | Regions)
 
     @property
     def identifier(self) -> str:
@@ -200,30 +199,34 @@ class ModelSpec(FrozenModel):
         return self.architecture.name if self.architecture is not None else self.weights.kind
 
     @property
-    def detects_objects(self) -> bool:
-        """Whether the scores are converted to objects, not to classes of voxels."""
-        return not isinstance(self.decoding, Classes)
-
-    @property
     def probability_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that a request for probabilities returns."""
         return self.outputs[:1] if isinstance(self.decoding, StarConvex) else self.outputs
 
     @property
-    def score_step(self) -> tuple[int, int, int]:
-        """Number of voxels along (z, y, x) that one score of the network stands for."""
-        return self.decoding.grid if isinstance(self.decoding, StarConvex) else (1, 1, 1)
-
-    @property
-    def window_alignment(self) -> tuple[int, int, int] | None:
-        """Numbers (z, y, x) of which the first voxels of all windows must be multiples, or None for any voxels."""
+    def tiling(self) -> Tiling:
+        """Positions of the windows, and their scores."""
         if not isinstance(self.decoding, StarConvex):
-            return None
-        return self.input.roi_multiple or self.decoding.grid
+            return Tiling(self.input.tiling)
+        return Tiling(self.input.tiling, self.input.roi_multiple or self.decoding.grid, self.decoding.grid)
 
     def get_activation(self, output: str) -> ActivationName:
         """Return the activation of the output with this name."""
         return self.activation[output] if isinstance(self.activation, dict) else self.activation
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes of `output=classes`, from class 0."""
+        match self.decoding:
+            case Instances(foreground=name) | Boundaries(boundary=name):
+                return ("background", name)
+            case StarConvex():
+                return ("background", "object")
+            case Regions(classes=classes):
+                names = dict(zip(classes, self.outputs, strict=True))
+                return ("background", *(names.get(value, f"class {value}") for value in range(1, max(classes) + 1)))
+            case _:
+                return self.outputs
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Self:
@@ -239,10 +242,16 @@ class ModelSpec(FrozenModel):
     def _check_outputs(self) -> Self:
         if len(set(self.outputs)) != len(self.outputs):
             raise ValueError("outputs: the names of outputs must be unique")
+        names = tuple[str, ...]()
         if isinstance(self.decoding, Instances):
-            for output_name in (self.decoding.foreground, self.decoding.distance):
-                if output_name not in self.outputs:
-                    raise ValueError(f"decoding: there is no output named {output_name!r}")
+            names = (self.decoding.foreground, self.decoding.distance)
+        elif isinstance(self.decoding, Boundaries):
+            names = (self.decoding.boundary,)
+        elif isinstance(self.decoding, Regions) and len(self.decoding.classes) != len(self.outputs):
+            raise ValueError(f"decoding.classes must contain one class for each of the {len(self.outputs)} outputs")
+        for output_name in names:
+            if output_name not in self.outputs:
+                raise ValueError(f"decoding: there is no output named {output_name!r}")
         return self
 
     @model_validator(mode="after")
@@ -255,6 +264,11 @@ class ModelSpec(FrozenModel):
                 "activation: softmax makes the foreground depend on the distance, so it cannot be used with "
                 "`decoding.kind: instances`; use sigmoid, or none if the network returns probabilities"
             )
+        if self.activation == "softmax" and isinstance(self.decoding, Regions):
+            raise ValueError(
+                "activation: softmax is for classes that exclude each other, so it cannot be used with "
+                "`decoding.kind: regions`; use sigmoid, or none if the network returns probabilities"
+            )
         if len(self.outputs) == 1 and (self.activation == "softmax" or isinstance(self.decoding, Classes)):
             raise ValueError(
                 "outputs: softmax and `decoding.kind: classes` compare at least two outputs, but there is only one, "
@@ -265,8 +279,12 @@ class ModelSpec(FrozenModel):
     @model_validator(mode="after")
     def _check_star_convex(self) -> Self:
         decoding = self.decoding
+        if (self.input.tiling == "stardist") != isinstance(decoding, StarConvex):
+            raise ValueError("input.tiling must be stardist for `decoding.kind: star-convex`, and only for it")
         if not isinstance(decoding, StarConvex):
             return self
+        if self.input.resampling != "linear":
+            raise ValueError("input.resampling must be linear for `decoding.kind: star-convex`")
         count, required_count = len(self.outputs), 1 + decoding.rays.count
         if count != required_count:
             raise ValueError(f"outputs: {decoding.rays.count} rays require {required_count} outputs, not {count}")
@@ -281,6 +299,8 @@ class ModelSpec(FrozenModel):
     def _check_input(self) -> Self:
         if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError("input.estimate_diameter requires `decoding.kind: instances` and input.diameter")
+        if self.input.crop_zeros and not isinstance(self.decoding, Classes | Regions):
+            raise ValueError("input.crop_zeros requires `decoding.kind: classes` or `decoding.kind: regions`")
         if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
             raise ValueError("confidence requires `decoding.kind: instances` and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:

@@ -51,7 +51,7 @@ def prepare_training(
         devices.set_torch_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
-    normalize_image = partial(normalize_channel, normalisation=draft_spec.input.normalisation)
+    normalize_image = partial(normalize_channel, normalisation=draft_spec.input.get_normalization(0))
     data = TrainingData(*split_pairs(pairs, settings.training.validation), normalize_image)
 
     def make_trainer(folder: Path, dtype: torch.dtype) -> Trainer:

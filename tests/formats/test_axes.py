@@ -156,3 +156,8 @@ def test_time_choice_message_suggests_time_and_axes() -> None:
     assert "time=0 to time=4" in message
     assert "axes=ZYX" in message
     assert "axes=" not in axes.explain_time_choice(Layout("TZYX", (5, 3, 6, 7)))
+
+
+def test_names_of_channels_have_no_spaces_around_them() -> None:
+    assert axes.match_channels((" DAPI", " \t"), 2) == ("DAPI", "")
+    assert axes.match_channels(("DAPI", "GFP"), 3) == ("", "", "")

@@ -25,8 +25,8 @@ from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.inference.types import Result
 from service.inference.windows.batching import batcher as device_module
-from service.models.decoding_spec import Instances
-from service.models.spec import Calibration, RangeNormalization
+from service.models.spec import Calibration
+from service.models.spec_parts import Instances, RangeNormalization
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 

@@ -12,9 +12,9 @@ from model_files import INSTANCES, change_instances, write_folder
 from pydantic import ValidationError
 
 from service.core.errors import BrokenModel
-from service.models.decoding_spec import Instances
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
+from service.models.spec_parts import Instances
 
 
 def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
@@ -62,6 +62,12 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
         ("input.normalisation", {"kind": "magic"}, "input.normalisation"),
         ("input.normalisation", {"kind": "percentile", "low": 99, "high": 1}, ": low must be below high"),
         ("input.normalisation", {"kind": "range", "low": 3, "high": 3}, "low and high must differ"),
+        ("input.normalisation", [{"kind": "zscore"}], "one mapping for each of the 2 channels"),
+        ("input.tiling", "other", "input.tiling"),
+        ("input.mirror_axes", ["t"], "input.mirror_axes"),
+        ("input.crop_zeros", True, "input.crop_zeros requires"),
+        ("decoding", {"kind": "regions", "classes": [1]}, "one class for each of the 2 outputs"),
+        ("decoding", {"kind": "regions", "classes": [1, 0]}, "decoding.regions.classes.1"),
         ("summary", "Cells.\x1b]0;title\x07", "summary: "),
         ("licence", "a\rb", "licence: "),
         ("outputs", ["foreground\n", "distance"], "outputs.0: "),
@@ -72,6 +78,9 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
         ("decoding.foreground", "nucleus", "no output named 'nucleus'"),
         ("decoding.threshold", 1.0, "decoding.instances.threshold"),
         ("decoding", {"kind": "guess"}, "decoding: "),
+        ("decoding", {"kind": "boundaries"}, "no output named 'boundary'"),
+        ("decoding", {"kind": "boundaries", "boundary": "distance", "beta": 1}, "decoding.boundaries.beta"),
+        ("decoding", {"kind": "boundaries", "watershed_sigma": 1e9}, "decoding.boundaries.watershed_sigma"),
         ("activation", "relu", "should be 'none', 'sigmoid' or 'softmax'"),
         ("activation", "softmax", "it cannot be used with `decoding.kind: instances`"),
         ("activation", {"foreground": "sigmoid"}, "one function for each of the outputs foreground, distance"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
 from browsing import OpenPage, check_accessibility, choose_file, press_segment
+from leica_files import write_lif
 from live import LiveServer
 from numpy.typing import NDArray
 from paths import ROOT
@@ -89,6 +91,28 @@ def test_scene_is_selected_by_its_preview_and_segmented(fake: LiveServer, open_p
     expect(page.locator("#summary")).to_contain_text("classes")
     expect(get_size(page)).to_have_text("Size48 × 40 × 3")
     expect(page.locator("#scene")).to_have_value("1")
+
+
+def test_scene_has_to_be_selected_if_the_file_has_no_default(
+    fake: LiveServer, open_page: OpenPage, tmp_path: Path
+) -> None:
+    pytest.importorskip("liffile")
+    scan, stack = np.zeros((3, 2, 9), np.uint16), draw_square((3, 40, 48), 20).astype(np.uint16)
+    name = "A stack with a name that is longer than two lines of a preview, as names with paths often are"
+    path = write_lif(tmp_path / "a.lif", {"scan": ("ZTX", scan), name: ("ZYX", stack), "last": ("ZYX", stack[:2])})
+    page = open_page(fake)
+    choose_file(page, path.read_bytes(), "a.lif")
+
+    expect(page.get_by_text("Select the scene to segment.")).to_be_visible()
+    expect(page.get_by_role("button", name="Segment", exact=True)).to_be_disabled()
+    # The first scene is not supported, so the second one is shown as an example.
+    expect(get_size(page)).to_have_text("Size48 × 40 × 3")
+    expect(page.locator("#scene")).to_have_value("")
+    preview = get_previews(page).nth(1)
+    expect(preview).to_have_attribute("title", name)
+    assert preview.bounding_box()["height"] < 130
+    preview.click()
+    expect(page.get_by_role("button", name="Segment", exact=True)).to_be_enabled()
 
 
 def read_pixels(content: bytes) -> NDArray[Any]:

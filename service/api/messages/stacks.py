@@ -16,7 +16,7 @@ class Inspection(BaseModel):
 
     - `file`: metadata of the file.
     - `output`: type of the result: `labels`, `classes` or `probabilities`.
-    - `normalisation`: how the model normalizes the pixel values.
+    - `normalisation`: how the model normalizes the pixel values; a list if the channels differ.
     - `diameter`: object diameter that would be used, `none`, or `auto` if it would be estimated from the pixels.
     - `estimate`: estimated number of windows and amount of memory; null if they cannot be estimated. If `diameter` is
       `auto`, the estimate applies to the stack at its original resolution.
@@ -28,7 +28,7 @@ class Inspection(BaseModel):
     file: Description
     model: str
     output: OutputKind | None
-    normalisation: dict[str, Any]
+    normalisation: dict[str, Any] | list[dict[str, Any]]
     diameter: str | None
     estimate: ResourceEstimate | None
     seconds: float | None

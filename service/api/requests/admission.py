@@ -196,5 +196,7 @@ def _validate_parameters(parameters: Mapping[str, Any]) -> Query:
 async def _check_host_files(request: Request, runtime: Runtime, query: Query) -> None:
     """Check the host files that a query selects. Run the checks in a thread, because a file server may be slow."""
     if {"input", "glob", "format", "output_to", "overwrite"} & query.model_fields_set:
+        kind = runtime.get_estimator(runtime.models.get_spec(query.model)).get_output_kind(query.options)
         threads = runtime.host_threads.for_client(get_quota_name(request))
-        await run_in_thread(partial(check_host_files, runtime.host_files, query, get_caller(request)), threads)
+        check = partial(check_host_files, runtime.host_files, query, get_caller(request), kind)
+        await run_in_thread(check, threads)

@@ -40,7 +40,7 @@ async def inspect_stack(request: Request, runtime: RuntimeDependency, query: Adm
         file=description,
         model=spec.identifier,
         output=estimator.get_output_kind(query.options),
-        normalisation=spec.input.normalisation.model_dump(),
+        normalisation=spec.input.model_dump()["normalisation"],
         diameter=str(estimator.get_diameter_setting(query.options)),
         estimate=estimate,
         seconds=None if seconds is None else round(seconds, 1),

@@ -40,7 +40,7 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
     """Yield the scores of each method on each stack."""
     pairs = _list_pairs(options)
     runner = ModelRunner(choose_model(options.model, settings), settings)
-    if not runner.spec.detects_objects:
+    if not runner.spec.has_objects:
         raise BadParameter(f"{runner.spec.name} segments classes, not objects. Choose a model that separates objects.")
     runner.warm_up()
     for path, truth_path in pairs:

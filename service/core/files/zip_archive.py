@@ -11,10 +11,13 @@ import os
 import stat
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
+
+from service.core.errors import BadFile
 
 # Maximum nesting depth of an entry.
 MAX_DEPTH = 32
@@ -67,6 +70,15 @@ def open_archive(file: IO[bytes], limits: ZipLimits) -> zipfile.ZipFile:
         raise zipfile.BadZipFile("several entries have the same name, ignoring case.")
     _check_layout(file, sorted(entries, key=lambda entry: entry.header_offset), directory_start)
     return archive
+
+
+@contextmanager
+def translate_zip_errors() -> Iterator[None]:
+    """Translate the errors that a damaged archive causes to BadFile."""
+    try:
+        yield
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error) as error:
+        raise BadFile(f"The archive is damaged, encrypted or not supported: {str(error)[:160]}") from error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -51,7 +52,8 @@ def parse_description(result: Any) -> Description:
     """Return the description in a reply."""
     description = _DESCRIPTION_ADAPTER.validate_python(result)
     texts = (description.container, description.axes, description.dtype, description.voxel_size_from)
-    _check_texts([*texts, description.problem, *description.channels, *description.notes, *description.colours])
+    lists = (description.channels, description.notes, description.colours, description.scenes)
+    _check_texts([*texts, description.problem, *itertools.chain(*lists)])
     first, stop = description.time_points or (0, 1)
     is_valid = (
         np.dtype(description.dtype).kind in "uifcb"
@@ -61,6 +63,7 @@ def parse_description(result: Any) -> Description:
         and max(math.prod(description.shape), math.prod(description.stored_shape)) <= _MAX_NUMBER
         and 1 <= description.times <= _MAX_NUMBER
         and 0 <= first < stop <= description.times
+        and (description.example_scene is None or 0 <= description.example_scene < len(description.scenes))
     )
     if not is_valid:
         raise ValueError(INVALID_REPLY_MESSAGE)

@@ -144,15 +144,24 @@ def _read_scanimage(tiff: TiffFile, page: TiffPage) -> Calibration:
         return sampling.UNKNOWN_CALIBRATION
     frame_data = (tiff.scanimage_metadata or {}).get("FrameData") or {}
     text = "\n".join([*(f"{key} = {value}" for key, value in frame_data.items()), page.software, page.description])
+    sizes = [_find_scanimage_step(text), *_find_scanimage_pixel_size(text, page)]
+    return sampling.parse_calibration(sizes, "um", "ScanImage header")
+
+
+def _find_scanimage_step(text: str) -> float | None:
+    """Return the first plane distance that is not zero."""
     steps = re.findall(rf"(?:actualStackZStepSize|stackZStepSize|acq\.zStepSize)\s*=\s*({_NUMBER})", text)
+    return next((float(step) for step in steps if float(step)), None)
+
+
+def _find_scanimage_pixel_size(text: str, page: TiffPage) -> tuple[float | None, float | None]:
+    """Return the pixel size along y and x from the four corners of the field of view."""
     corners = re.search(r"imagingFovUm\s*=\s*([^\n]{0,400})", text)
     numbers = [float(number) for number in re.findall(_NUMBER, corners[1])] if corners else []
-    sizes: list[float | None] = [None, None]
-    if len(numbers) == 8:
-        extents = [max(numbers[axis::2]) - min(numbers[axis::2]) for axis in (1, 0)]
-        sizes = [extents[0] / page.imagelength or None, extents[1] / page.imagewidth or None]
-    step = next((float(step) for step in steps if float(step)), None)
-    return sampling.parse_calibration([step, *sizes], "um", "ScanImage header")
+    if len(numbers) != 8:
+        return None, None
+    height, width = (max(numbers[axis::2]) - min(numbers[axis::2]) for axis in (1, 0))
+    return height / page.imagelength or None, width / page.imagewidth or None
 
 
 def _read_nih_image(tiff: TiffFile, _page: TiffPage) -> Calibration:

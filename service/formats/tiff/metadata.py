@@ -26,6 +26,13 @@ CONTAINER_NAMES = {
 
 # Tag in which Micro-Manager stores the metadata of a plane.
 _MICROMANAGER_TAG = 51123
+# Names of the position of a plane along each axis, in the `Axes` of an NDTiff and in other files.
+_POSITION_NAMES = {
+    "T": ("time", "FrameIndex"),
+    "R": ("position", "PositionIndex"),
+    "Z": ("z", "SliceIndex"),
+    "C": ("channel", "ChannelIndex"),
+}
 
 
 def read_declared_dimensions(tiff: TiffFile, kind: str) -> tuple[str, tuple[int, ...]]:
@@ -88,6 +95,26 @@ def _get_micromanager_shape(tiff: TiffFile, axes: str, positions: Array) -> tupl
     return tuple(max(lengths.get(axis, 1), int(length), 1) for axis, length in zip(axes, found, strict=True))
 
 
+def _read_position_values(page: TiffPage | TiffFrame, axes: str) -> list[Any]:
+    """Return the position of a page along each axis, as a number or a name."""
+    page_metadata = page.aspage().tags.valueof(_MICROMANAGER_TAG)
+    tags = page_metadata if isinstance(page_metadata, dict) else {}
+    named = tags.get("Axes") or {}
+    return [named.get(_POSITION_NAMES[axis][0], tags.get(_POSITION_NAMES[axis][1], 0)) for axis in axes]
+
+
+def _number_positions(axis: str, values: Sequence[Any]) -> list[int]:
+    """Return the positions of pages along an axis as numbers from 0.
+
+    Channels and stage positions may have names. Planes may have negative numbers.
+    """
+    if not all(isinstance(value, int) for value in values):
+        numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+        return [numbers[value] for value in values]
+    first = min(values) if min(values) < 0 or axis == "R" else 0
+    return [value - first for value in values]
+
+
 def read_micromanager_positions(
     tiff: TiffFile, pages: Sequence[TiffPage | TiffFrame]
 ) -> tuple[str, tuple[int, ...], Array | None]:
@@ -96,21 +123,10 @@ def read_micromanager_positions(
     Returns axes, declared lengths, and positions [n, axes], or None if pages have no positions or the same position.
     """
     axes = _get_micromanager_axes(tiff)
-    names = {"T": ("time", "FrameIndex"), "R": ("position", "PositionIndex")}
-    names |= {"Z": ("z", "SliceIndex"), "C": ("channel", "ChannelIndex")}
-    values = []
-    for page in pages:
-        page_metadata = page.aspage().tags.valueof(_MICROMANAGER_TAG)
-        tags = page_metadata if isinstance(page_metadata, dict) else {}
-        named = tags.get("Axes") or {}
-        values.append([named.get(names[axis][0], tags.get(names[axis][1], 0)) for axis in axes])
+    values = [_read_position_values(page, axes) for page in pages]
     positions = np.zeros((len(pages), len(axes)), np.int64)
-    for axis, column in enumerate(zip(*values, strict=True)):
-        # Channels and stage positions may have names. Planes may have negative numbers.
-        numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
-        is_numeric = all(isinstance(value, int) for value in column)
-        first = min(column) if is_numeric and (min(column) < 0 or axes[axis] == "R") else 0
-        positions[:, axis] = [value - first if is_numeric else numbers[value] for value in column]
+    for index, (axis, column) in enumerate(zip(axes, zip(*values, strict=True), strict=False)):
+        positions[:, index] = _number_positions(axis, column)
     has_own_positions = len(np.unique(positions, axis=0)) == len(pages)
     return axes, _get_micromanager_shape(tiff, axes, positions), positions if has_own_positions else None
 

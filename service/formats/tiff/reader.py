@@ -79,8 +79,9 @@ def _get_channel_colors(image: StoredImage, layout: Layout) -> tuple[str, ...]:
 def _get_channel_names(image: StoredImage, layout: Layout) -> tuple[str, ...]:
     """Return one name per channel and color sample, such as "DAPI" or "GFP red", or "" if the file has none."""
     channel_count, sample_count = layout.get_length("C"), layout.get_length("S")
-    if len(image.channel_names) == channel_count * sample_count and any(image.channel_names):
-        return image.channel_names
+    names = axes.match_channels(image.channel_names, channel_count * sample_count)
+    if any(names):
+        return names
     channel_names = axes.match_channels(image.channel_names, channel_count)
     sample_names = metadata.get_sample_names(image.page, sample_count) if sample_count > 1 else ("",)
     return tuple(f"{channel} {sample}".strip() for channel in channel_names for sample in sample_names)

@@ -9,8 +9,8 @@ HEAD_BYTES = 4096
 
 FIJI_ADVICE = "Open it in Fiji with File > Import > Bio-Formats, and save it with File > Save As > OME-TIFF."
 ACCEPTED_FORMATS_ADVICE = (
-    "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages), OME-Zarr in a zip archive, or a CZI, ND2, LIF, OIB or IMS"
-    " file"
+    "Send a TIFF (ImageJ, OME-TIFF, BigTIFF or plain pages), OME-Zarr or OIF in a zip archive, or a CZI, ND2, LIF, OIB"
+    " or IMS file"
 )
 
 
@@ -58,6 +58,11 @@ _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _FORMATS = (
     _Format("JPEG 2000 or an early Nikon ND2", ((b"jP  ", 4),), _make_bioformats_advice("nd2", "bioio-nd2")),
     _Format("Olympus OIR", ((b"OLYMPUSRAWFORMAT", 0),), _make_bioformats_advice("oir")),
+    _Format(
+        "Olympus OIF",
+        ((b"\xff\xfe[\0", 0),),
+        "It only describes the image. Put it and its folder NAME.oif.files in a zip archive, and send the archive.",
+    ),
     _Format("DeltaVision", ((b"\xa0\xc0", 96), (b"\xc0\xa0", 96)), _make_bioformats_advice("dv", "bioio-dv")),
     _Format(
         "NIfTI",
@@ -95,7 +100,10 @@ def describe_file(head: bytes) -> str:
         return f"The file is empty. {ACCEPTED_FORMATS_ADVICE}."
     file_format = _identify_format(head)
     if file_format is None:
-        return f"The file is not a TIFF: it begins with {head[:4]!r}. {ACCEPTED_FORMATS_ADVICE}."
+        return (
+            "The file is damaged or has an unknown format: it does not begin like a TIFF or another supported file, but"
+            f" with {head[:4]!r}. {ACCEPTED_FORMATS_ADVICE}."
+        )
     return f"The file has the format {file_format.name}, which is not supported. {file_format.advice}"
 
 

@@ -6,6 +6,8 @@ Format: https://imaris.oxinst.com/support/imaris-file-format
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
@@ -13,9 +15,10 @@ import h5py
 import numpy as np
 
 from service.core.errors import BadFile, TooLarge
+from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats.sampling import get_micrometers_per_unit, parse_calibration
-from service.formats.vendor.scene import Scene, SceneFile
+from service.formats.vendor.scene import Scene, SceneFile, find_time_interval
 
 # Filters that are part of HDF5: deflate, shuffle, Fletcher32, szip, n-bit and scale-offset. HDF5 would load a library
 # for any other filter.
@@ -56,7 +59,11 @@ class ImarisScene(Scene):
             "um",
             "the metadata of the IMS file",
         )
-        self.channel_names = tuple(_read_channel_name(file, channel) for channel in range(num_channels))
+        channels = [_read_attributes(file, f"DataSetInfo/Channel {channel}") for channel in range(num_channels)]
+        self.channel_names = tuple(channel.get("Name", "").replace(_UNNAMED, "") for channel in channels)
+        self.colors = tuple(map(_parse_color, channels))
+        times = _read_attributes(file, "DataSetInfo/TimeInfo")
+        self.time_interval = _parse_time_interval([times.get(f"TimePoint{time + 1}", "") for time in range(num_times)])
 
     def _read_text(self, name: str) -> str:
         return _decode(self._image.attrs.get(name, b""))
@@ -115,11 +122,26 @@ def _count_groups(group: h5py.Group, name: str, limit: int) -> int:
     return count
 
 
-def _read_channel_name(file: h5py.File, channel: int) -> str:
-    if f"DataSetInfo/Channel {channel}" not in file:
+def _read_attributes(file: h5py.File, path: str) -> dict[str, str]:
+    """Return the attributes of a group as text, or no attributes if the group does not exist."""
+    return {name: _decode(value) for name, value in _open(file, path).attrs.items()} if path in file else {}
+
+
+def _parse_color(channel: Mapping[str, str]) -> str:
+    """Return the color of a channel, or "" if it is unknown or a color table."""
+    color = channel.get("Color", "").split()
+    if channel.get("ColorMode", "BaseColor") != "BaseColor" or len(color) != 3:
         return ""
-    name = _decode(_open(file, f"DataSetInfo/Channel {channel}").attrs.get("Name", b""))
-    return "" if name == _UNNAMED else name
+    return "#" + "".join(f"{round(255 * min(max(float(part), 0), 1)):02x}" for part in color)
+
+
+def _parse_time_interval(times: Sequence[str]) -> TimeInterval | None:
+    """Return the interval between dates such as 2026-11-27 12:00:02.500, or None if one of them is missing."""
+    try:
+        dates = [datetime.fromisoformat(time) for time in times]
+        return find_time_interval([(date - dates[0]).total_seconds() for date in dates])
+    except (ValueError, TypeError):
+        return None
 
 
 def _decode(attribute: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from service.core.errors import BadFile
 from service.core.types import Array
 from service.formats.sampling import parse_calibration
-from service.formats.vendor.scene import Scene, SceneFile
+from service.formats.vendor.scene import Scene, SceneFile, find_time_interval
 
 # liffile's letters for other axes than time, z, channel, y, x, color sample and tile.
 _OTHER_AXES = {
@@ -43,12 +43,16 @@ class LifScene(Scene):
         sizes = {axis: length for axis, length in image.sizes.items() if axis != "M"}
         for axis in sizes.keys() - set("TZCYXS"):
             raise BadFile(f"The image has {_OTHER_AXES.get(axis, f'an axis {axis}')}, which are not supported.")
-        if not {"Y", "X"} <= sizes.keys():
-            raise BadFile(f"The image was scanned along {' and '.join(sizes)}. Only images with x and y are supported.")
+        plane_axes = [axis for axis in sizes if axis != "S"][-2:]
+        if plane_axes != ["Y", "X"]:
+            raise BadFile(
+                f"The image was scanned along {' and '.join(plane_axes)}. Only scans along Y and X are supported."
+            )
         self.axes, self.shape = "".join(sizes), tuple(sizes.values())
         self.dtype = np.dtype(image.dtype)
         sizes_in_micrometers = [self._find_pixel_size(axis) for axis in "ZYX"]
         self.calibration = parse_calibration(sizes_in_micrometers, "um", "the metadata of the LIF file")
+        self.time_interval = find_time_interval(image.coords.get("T", ()))
         channels = image.xml_element.findall("./Data/Image/ImageDescription/Channels/ChannelDescription")
         self.colors = tuple(_COLORS.get(channel.get("LUTName", "").lower(), "") for channel in channels)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import nd2
 import numpy as np
@@ -17,14 +18,36 @@ from service.core.errors import BadFile
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats.sampling import Calibration, parse_calibration, parse_time_interval
-from service.formats.vendor.scene import Scene, SceneFile
+from service.formats.vendor.scene import Scene, SceneFile, find_time_interval
 
 _AXES = {"TimeLoop": "T", "NETimeLoop": "T", "ZStackLoop": "Z", "XYPosLoop": "P"}
 _FRAME_NAME = re.compile(rb"ImageDataSeq\|(\d{1,9})!")
 # Distance from the start of a chunk to the pixels of an uncompressed frame, and from the start of the data of a chunk
-# to the pixels of a compressed frame, which follow the time of acquisition.
+# to the pixels of a compressed frame, which follow the time of acquisition in milliseconds.
 _FRAME_OFFSET_BYTES = 4096
-_TIME_BYTES = 8
+_TIME = struct.Struct("<d")
+# Signature of a chunk, and the sizes of its name and of its data.
+_CHUNK_HEADER = struct.Struct("<IIQ")
+# Maximum number of time points whose times of acquisition are read.
+_MAX_TIMES = 2**12
+
+
+class FrameFormat(NamedTuple):
+    """Format of the frames of a file.
+
+    shape      height, width, number of channels, and number of samples per channel
+    row_bytes  number of bytes from one row to the next one
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: np.dtype[Any]
+    row_bytes: int
+    is_compressed: bool
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Size of a pixel with all channels and samples."""
+        return math.prod(self.shape[2:]) * self.dtype.itemsize
 
 
 class Nd2Scene(Scene):
@@ -32,51 +55,54 @@ class Nd2Scene(Scene):
 
     container = "Nikon ND2"
 
-    def __init__(self, file: nd2.ND2File, loops: Sequence[tuple[str, int]], position: int, file_bytes: int) -> None:
-        self._file, self._loops, self._position = file, loops, position
+    def __init__(self, file: nd2.ND2File, loops: Sequence[tuple[str, int]], position: int, stream: BinaryIO) -> None:
+        self._loops, self._position = loops, position
         # Only the reader inside the file lists the stored frames.
         self._reader: Any = file._rdr
-        attributes = file.attributes
-        if attributes.compressionType not in {None, "none", "lossless"}:
-            raise BadFile("ND2 files with lossy compression are not supported. Export the image as an OME-TIFF in NIS.")
-        self._is_compressed = attributes.compressionType == "lossless"
-        num_channels = attributes.channelCount or 1
-        num_samples = attributes.componentCount // num_channels
-        if num_samples == 3:
-            # NIS-Elements stores blue before red, but readers disagree, and no specification states the order.
-            raise BadFile("Color images in ND2 files are not supported. Export the image as an OME-TIFF in NIS.")
-        self._frame_shape = (attributes.heightPx, attributes.widthPx or 0, num_channels, num_samples)
-        self.dtype = np.dtype(file.dtype)
-        self._row_bytes = attributes.widthBytes or self._frame_shape[1] * self._pixel_bytes
-        if min(self._frame_shape) < 1 or self._row_bytes < self._frame_shape[1] * self._pixel_bytes:
-            raise BadFile(f"The file states frames of {self._frame_shape} pixels. Export the image again.")
-        loop_axes = "".join(axis for axis, _ in loops if axis != "P")
-        self.axes = loop_axes + "CYX"
+        self._format = _parse_frame_format(file)
+        self.dtype = self._format.dtype
+        height, width, num_channels, num_samples = self._format.shape
+        self.axes = "".join(axis for axis, _ in loops if axis != "P") + "CYX"
         loop_lengths = tuple(length for axis, length in loops if axis != "P")
-        self.shape = (*loop_lengths, num_channels * num_samples, *self._frame_shape[:2])
-        self.stored_planes = self._find_frames(file_bytes)
+        self.shape = (*loop_lengths, num_channels * num_samples, height, width)
+        self.stored_planes = self._find_frames(stream.seek(0, os.SEEK_END))
         # A frame contains all channels, which are read one after another.
         self._read_frame = lru_cache(maxsize=1)(self._decode_frame)
         self.calibration = _parse_calibration(file)
-        self.time_interval = _find_time_interval(file)
+        self.time_interval = _find_time_interval(file) or find_time_interval(self._read_times(stream))
         channels = [channel.channel for channel in getattr(file.metadata, "channels", None) or ()]
         self.channel_names = tuple(channel.name or "" for channel in channels)
         self.colors = tuple("#{:02x}{:02x}{:02x}".format(*channel.color[:3]) for channel in channels)
 
-    @property
-    def _pixel_bytes(self) -> int:
-        return math.prod(self._frame_shape[2:]) * self.dtype.itemsize
+    def _read_times(self, stream: BinaryIO) -> list[float]:
+        """Return the times of acquisition of the first frame of each time point in seconds, if all are stored."""
+        num_times = dict(self._loops).get("T", 1)
+        times = list[float]()
+        for time in range(num_times if num_times <= _MAX_TIMES else 0):
+            chunk = self._reader.chunkmap.get(self._name_frame({"T": time}))
+            if chunk is None:
+                return []
+            stream.seek(chunk[0])
+            _, name_bytes, _ = _CHUNK_HEADER.unpack(stream.read(_CHUNK_HEADER.size))
+            stream.seek(name_bytes, os.SEEK_CUR)
+            times.append(_TIME.unpack(stream.read(_TIME.size))[0] / 1000)
+        return times
 
     def _find_frames(self, file_bytes: int) -> Array:
-        """Return the positions of the complete frames along the loops except P, as an array [n, loops]."""
-        frame_bytes = 0 if self._is_compressed else self._frame_shape[0] * self._row_bytes
+        """Return the positions of the complete frames along the loops except P, as an array [n, loops].
+
+        Raises BadFile if the file has more frames than the loops.
+        """
+        frame_bytes = 0 if self._format.is_compressed else self._format.shape[0] * self._format.row_bytes
         numbers = [
             int(match[1])
             for name, (offset, _) in self._reader.chunkmap.items()
             if (match := _FRAME_NAME.fullmatch(name)) and offset + _FRAME_OFFSET_BYTES + frame_bytes <= file_bytes
         ]
         lengths = [length for _, length in self._loops]
-        frames = np.array(sorted({number for number in numbers if number < math.prod(lengths)}), np.int64)
+        frames = np.array(sorted(set(numbers)), np.int64)
+        if len(frames) and frames[-1] >= math.prod(lengths):
+            raise BadFile(f"The loops of this file have {math.prod(lengths)} frames, but it has {frames[-1] + 1}.")
         if not lengths:
             return np.empty((len(frames), 0), np.int64)
         positions = np.stack(np.unravel_index(frames, lengths), axis=1)
@@ -85,30 +111,57 @@ class Nd2Scene(Scene):
         return selected
 
     def read_plane(self, position: dict[str, int]) -> Array:
+        plane: Array = self._read_frame(self._name_frame(position))[..., position.get("C", 0)]
+        return plane
+
+    def _name_frame(self, position: dict[str, int]) -> bytes:
+        """Return the name of the chunk of the frame at a position."""
         lengths = [length for _, length in self._loops]
         indices = [self._position if axis == "P" else position.get(axis, 0) for axis, _ in self._loops]
         number = int(np.ravel_multi_index(indices, lengths)) if lengths else 0
-        plane: Array = self._read_frame(number)[..., position.get("C", 0)]
-        return plane
+        return b"ImageDataSeq|%d!" % number
 
-    def _decode_frame(self, number: int) -> Array:
+    def _decode_frame(self, name: bytes) -> Array:
         """Return a frame [Y, X, C] with all channels."""
-        frame: Array = self._decompress_frame(number) if self._is_compressed else self._reader.read_frame(number)
-        if frame.shape != self._frame_shape:
-            raise BadFile(f"A frame has {frame.shape} pixels instead of {self._frame_shape}. Export the image again.")
+        if self._format.is_compressed:
+            frame = self._decompress_frame(self._reader._load_chunk(name))
+        else:
+            frame = self._reader.read_frame(int(name[len(b"ImageDataSeq|") : -1]))
+        if frame.shape != self._format.shape:
+            raise BadFile(f"A frame has {frame.shape} pixels instead of {self._format.shape}. Export the image again.")
         return frame.reshape(*frame.shape[:2], -1)
 
-    def _decompress_frame(self, number: int) -> Array:
+    def _decompress_frame(self, data: bytes) -> Array:
         """Return a frame. The library would decompress any amount of data."""
-        data = self._reader._load_chunk(f"ImageDataSeq|{number}!".encode())
-        height, width, *samples = self._frame_shape
-        nbytes = height * self._row_bytes
-        content = zlib.decompressobj().decompress(data[_TIME_BYTES:], nbytes)
+        height, width, *_ = self._format.shape
+        nbytes = height * self._format.row_bytes
+        content = zlib.decompressobj().decompress(data[_TIME.size :], nbytes)
         if len(content) < nbytes:
             raise BadFile(f"A frame has {len(content)} bytes instead of {nbytes}. Copy or export the file again.")
-        rows = np.frombuffer(content, np.uint8).reshape(height, self._row_bytes)[:, : width * self._pixel_bytes]
-        frame: Array = np.ascontiguousarray(rows).view(self.dtype).reshape(height, width, *samples)
+        rows = np.frombuffer(content, np.uint8).reshape(height, -1)[:, : width * self._format.pixel_bytes]
+        frame: Array = np.ascontiguousarray(rows).view(self.dtype).reshape(self._format.shape)
         return frame
+
+
+def _parse_frame_format(file: nd2.ND2File) -> FrameFormat:
+    """Return the format of the frames. Raises BadFile if it is not supported."""
+    attributes = file.attributes
+    if attributes.compressionType not in {None, "none", "lossless"}:
+        raise BadFile("ND2 files with lossy compression are not supported. Export the image as an OME-TIFF in NIS.")
+    num_channels = attributes.channelCount or 1
+    num_samples = attributes.componentCount // num_channels
+    if num_samples == 3:
+        # NIS-Elements stores blue before red, but readers disagree, and no specification states the order.
+        raise BadFile("Color images in ND2 files are not supported. Export the image as an OME-TIFF in NIS.")
+    shape = attributes.heightPx, attributes.widthPx or 0, num_channels, num_samples
+    frame_format = FrameFormat(
+        shape, np.dtype(file.dtype), attributes.widthBytes or 0, attributes.compressionType == "lossless"
+    )
+    min_row_bytes = shape[1] * frame_format.pixel_bytes
+    frame_format = frame_format._replace(row_bytes=frame_format.row_bytes or min_row_bytes)
+    if min(shape) < 1 or frame_format.row_bytes < min_row_bytes:
+        raise BadFile(f"The file states frames of {shape} pixels. Export the image again.")
+    return frame_format
 
 
 def _parse_calibration(file: nd2.ND2File) -> Calibration:
@@ -136,7 +189,6 @@ def _find_time_interval(file: nd2.ND2File) -> TimeInterval | None:
 
 def open_file(stream: BinaryIO) -> SceneFile:
     """Open a file from a stream, which must stay open."""
-    file_bytes = stream.seek(0, os.SEEK_END)
     file = nd2.ND2File(cast(Any, stream))
     loops = [(_AXES.get(loop.type, "?"), loop.count) for loop in file.experiment if loop.count != 1]
     axes = [axis for axis, _ in loops]
@@ -145,4 +197,4 @@ def open_file(stream: BinaryIO) -> SceneFile:
         raise BadFile(f"The loops of this file are not supported: {kinds}. Export the image as an OME-TIFF in NIS.")
     points = [loop.parameters.points for loop in file.experiment if loop.type == "XYPosLoop" and loop.count > 1]
     names = tuple(point.name or "" for point in points[0]) if points else ("",)
-    return SceneFile(names, lambda index: Nd2Scene(file, loops, index, file_bytes))
+    return SceneFile(names, lambda index: Nd2Scene(file, loops, index, stream))

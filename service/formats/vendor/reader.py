@@ -1,4 +1,4 @@
-"""Read files of microscope vendors: Zeiss CZI, Nikon ND2, Leica LIF, Olympus OIB and Imaris IMS.
+"""Read files of microscope vendors: Zeiss CZI, Nikon ND2, Leica LIF, Olympus OIB and OIF, and Imaris IMS.
 
 The libraries that read these formats belong to the extra `vendor`; CZI needs none of them. They are imported when the
 first file of a format is opened, because some of them take longer to import than most files take to read.
@@ -41,6 +41,7 @@ FORMATS = (
     VendorFormat("Nikon ND2", b"\xda\xce\xbe\x0a", "nikon"),
     VendorFormat("Leica LIF", b"\x70\0\0\0", "leica"),
     VendorFormat("Olympus OIB", b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "olympus"),
+    VendorFormat("Olympus OIF", b"PK\x03\x04", "olympus", b".oif"),
     VendorFormat("Imaris IMS", b"\x89HDF\r\n\x1a\n", "imaris", b"ImarisDataSet"),
 )
 

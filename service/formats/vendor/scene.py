@@ -27,10 +27,13 @@ from service.formats.tiff.unsupported_formats import FIJI_ADVICE
 
 # Maximum number of scenes: 384 wells with 42 fields of view each.
 MAX_SCENES = 2**14
+# Number of scenes that are opened to describe one of them, if the first ones are not supported.
+_MAX_OPENED_SCENES = 64
 # Largest relative difference of the intervals between time points that are regarded as equal.
 _TIME_TOLERANCE = 0.1
-# Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError.
-_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, SyntaxError, zlib.error)
+# Errors that the libraries raise for damaged files. Parsers of XML raise SyntaxError, and nd2 raises NameError if a
+# channel has no description of its probe.
+_LIBRARY_ERRORS = (*DECODING_ERRORS, EOFError, NameError, SyntaxError, zlib.error)
 
 
 class Scene(ABC):
@@ -76,11 +79,13 @@ class VendorStack(OpenStack):
     """A scene with its axes and the selected part.
 
     names        names of all scenes of the file
+    index        index of the scene
     is_selected  whether the request selects the scene
     """
 
     image: Scene
     names: tuple[str, ...]
+    index: int
     is_selected: bool
 
     @property
@@ -99,9 +104,14 @@ class VendorStack(OpenStack):
         """Names of the scenes, if there are several."""
         return self.names if len(self.names) > 1 else ()
 
+    @property
+    def example_scene(self) -> int | None:
+        """Index of the scene, if one of the scenes has to be selected and none is."""
+        return self.index if self.scenes and not self.is_selected else None
+
     def find_missing_choice(self, *, is_series: bool) -> BadParameter | None:
         """Return the error if one of several scenes or time points has to be selected, and none is."""
-        if self.scenes and not self.is_selected:
+        if self.example_scene is not None:
             return make_scene_error("The file has", self.names)
         return super().find_missing_choice(is_series=is_series)
 
@@ -136,15 +146,13 @@ class VendorStack(OpenStack):
 
 
 def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> VendorStack:
-    """Open the selected scene, or the first one to describe it if no scene is selected.
+    """Open the selected scene or, to describe it, the first supported one if no scene is selected.
 
     Raises BadFile if there are no scenes, BadParameter if the selection is not valid, AmbiguousAxes, TooLarge.
     """
-    if not file.names:
-        raise BadFile("The file contains no image.")
     if len(file.names) > MAX_SCENES:
         raise TooLarge(f"The file has {len(file.names)} scenes. At most {MAX_SCENES} are supported.")
-    scene = file.open_scene(select_scene(file.names, 0 if selection.scene is None else selection.scene))
+    index, scene = _open_scene(file, selection.scene)
     if scene.stored_planes is not None:
         _crop_to_stored_planes(scene, scene.stored_planes, allow_incomplete=selection.allow_incomplete)
     layout = axes.resolve_axes(scene.axes, scene.shape, selection.axes)
@@ -152,9 +160,26 @@ def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> Vendo
         raise BadParameter("For this file format, axes must end with YX or YXS.", parameter="axes")
     channel_names = _name_channels(scene, layout)
     part = axes.select_part(layout, channel_names, selection)
-    stack = VendorStack(scene, layout, part, channel_names, file.names, selection.scene is not None)
+    stack = VendorStack(scene, layout, part, channel_names, file.names, index, selection.scene is not None)
     check_size(stack.decoded_bytes, limit_bytes)
     return stack
+
+
+def _open_scene(file: SceneFile, selected: int | str | None) -> tuple[int, Scene]:
+    """Open a scene, given by its index or name, or the first one that is supported. Return its index and the scene.
+
+    Raises BadFile, BadParameter.
+    """
+    if selected is not None:
+        index = select_scene(file.names, selected)
+        return index, file.open_scene(index)
+    first_error: BadFile | None = None
+    for index in range(min(len(file.names), _MAX_OPENED_SCENES)):
+        try:
+            return index, file.open_scene(index)
+        except BadFile as error:
+            first_error = first_error or error
+    raise first_error or BadFile("The file contains no image.")
 
 
 def _crop_to_stored_planes(scene: Scene, positions: Array, *, allow_incomplete: bool) -> None:

@@ -108,8 +108,13 @@ class ZarrArray:
             self._stored_keys.append(self.make_key)
         if self._stored_keys:
             return encoded_chunks
-        self._stored_keys.append(find_stored_keys(self.store, self.make_key, self._grid_shape))
-        return self._read_chunks(chunk_indices, self._stored_keys[0])
+        return self._read_chunks(chunk_indices, self.find_stored_keys())
+
+    def find_stored_keys(self) -> ChunkKeys:
+        """Return the keys of the stored chunks. Raises BadFile if the array does not have a single chunk."""
+        if not self._stored_keys:
+            self._stored_keys.append(find_stored_keys(self.store, self.make_key, self._grid_shape))
+        return self._stored_keys[0]
 
     def _read_chunks(self, chunk_indices: Sequence[Sequence[int]], make_key: ChunkKeys) -> list[bytes | None]:
         if self.sharding is None:

@@ -55,24 +55,33 @@ def _read(group: Any, segmentation: Segmentation) -> LabeledImage | None:
     multiscale = group.attrs.get("ome", group.attrs)["multiscales"][0]
     letters = "".join(_get_letter(axis) for axis in multiscale["axes"])
     positions = [letters.find(axis) for axis in segmentation.axes]
-    arrays = [group[dataset["path"]] for dataset in multiscale["datasets"]]
-    shapes = [[1 if position < 0 else array.shape[position] for position in positions[-3:]] for array in arrays]
+    shapes = list(_read_shapes(group, multiscale["datasets"], positions[-3:]))
     # An image without z is segmented as a stack with one plane.
     missing_axes = {axis for axis, position in zip(segmentation.axes, positions, strict=True) if position < 0}
     if missing_axes - {"Z"} or shapes[0] != list(segmentation.pixels.shape[-3:]):
         return None
     steps = list(_find_steps(shapes))
-    transformations = [
-        _select_axes(dataset["coordinateTransformations"], positions) for dataset in multiscale["datasets"]
-    ]
     return LabeledImage(
         axes=[dict(multiscale["axes"][position]) if position >= 0 else dict(_Z_AXIS) for position in positions],
         steps=steps,
-        transformations=[
-            _check_scale(transformations[0], level, step) for level, step in zip(transformations, steps, strict=True)
-        ],
+        transformations=_read_transformations(multiscale["datasets"], positions, steps),
         common=_select_axes(multiscale.get("coordinateTransformations") or [], positions),
     )
+
+
+def _read_shapes(group: Any, datasets: Sequence[dict[str, Any]], positions: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the lengths of each resolution along axes at some positions. Missing axes have the position -1."""
+    for dataset in datasets:
+        shape = group[dataset["path"]].shape
+        yield [1 if position < 0 else shape[position] for position in positions]
+
+
+def _read_transformations(
+    datasets: Sequence[dict[str, Any]], positions: Sequence[int], steps: Sequence[Steps]
+) -> list[list[dict[str, Any]]]:
+    """Return the transformations of each resolution."""
+    transformations = [_select_axes(dataset["coordinateTransformations"], positions) for dataset in datasets]
+    return [_check_scale(transformations[0], level, step) for level, step in zip(transformations, steps, strict=True)]
 
 
 def _get_letter(axis: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from service.core.errors import TooLarge
 from service.core.hardware import host
-from service.core.types import Array, Selection
+from service.core.types import Array, Description, Selection
 from service.formats import axes
 from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
@@ -55,6 +55,11 @@ class ZarrStack(OpenStack):
     def scenes(self) -> tuple[str, ...]:
         """Names of the images of a collection."""
         return self.image.scenes
+
+    def describe(self, selection: Selection) -> Description:
+        """Describe the image and the selected part. Raises BadFile if the array does not have a single chunk."""
+        self.image.array.find_stored_keys()
+        return super().describe(selection)
 
     @property
     def decoded_bytes(self) -> int:

@@ -7,17 +7,16 @@ import json
 import os
 import re
 import stat
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
-from zipfile import ZIP_STORED, BadZipFile
+from zipfile import ZIP_STORED
 
 from service.core.errors import BadFile
 from service.core.files.atomic_files import open_subfolder
-from service.core.files.zip_archive import ZipLimits, locate_stored_member, open_archive
+from service.core.files.zip_archive import ZipLimits, locate_stored_member, open_archive, translate_zip_errors
 
 # Maximum size of one metadata file. Consolidated metadata of a large plate takes a few MB.
 MAX_JSON_BYTES = 2**24
@@ -234,7 +233,7 @@ class ZipStore:
     """Zip archive that contains a store, at its root or in a folder. Raises BadFile if it contains several stores."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        with _translate_zip_errors():
+        with translate_zip_errors():
             self._archive = open_archive(stream, _ZIP_LIMITS)
         self._stream = stream
         self._entries = {entry.filename: entry for entry in self._archive.infolist()}
@@ -258,7 +257,7 @@ class ZipStore:
         if entry is None:
             return None
         start, length = resolve_range(file_range, entry.file_size)
-        with _translate_zip_errors():
+        with translate_zip_errors():
             if file_range.start is None:
                 # `ZipFile.read` verifies the CRC-32.
                 return self._archive.read(entry)
@@ -268,11 +267,3 @@ class ZipStore:
             with self._archive.open(entry) as file:
                 file.seek(start)
                 return file.read(length)
-
-
-@contextmanager
-def _translate_zip_errors() -> Iterator[None]:
-    try:
-        yield
-    except (BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error) as error:
-        raise BadFile(f"The archive is damaged, encrypted or not supported: {str(error)[:160]}") from error

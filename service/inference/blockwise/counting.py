@@ -23,7 +23,7 @@ from service.inference.preprocessing.normalize import VolumeChannel, replace_non
 from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, make_sortable_keys
 from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
-from service.models.spec import PercentileNormalization
+from service.models.spec_parts import PercentileNormalization
 
 # Maximum size of a part, as a multiple of the size of a window group, and in bytes of pixels. A part contains at least
 # one chunk.
@@ -61,7 +61,10 @@ class CountingPlan:
         self.parts = divide_into_parts(stack, run.plan.layout)
         self.dtype, self.num_channels = stack.dtype, stack.shape[0]
         self.skip_below = Estimator(run.spec, run.folder.settings).plan(run.plan.options).skip_below
-        uses_percentiles = isinstance(run.spec.input.normalisation, PercentileNormalization)
+        uses_percentiles = any(
+            isinstance(run.spec.input.get_normalization(index), PercentileNormalization)
+            for index in range(self.num_channels)
+        )
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
         self._needs_digit_counts = uses_percentiles and not can_sort
 

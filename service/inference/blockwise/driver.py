@@ -22,8 +22,8 @@ from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
-from service.models.decoding_spec import Instances, StarConvex
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Boundaries, Instances, StarConvex
 
 if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
@@ -194,10 +194,11 @@ def make_plan(  # noqa: PLR0913
     plan = Estimator(spec, remove_window_limit(settings)).plan_request(description, options).plan
     size = compute_working_size(description, spec, plan.diameter)
     decoding = apply_postprocessing(spec, plan.postprocessing, description, size).decoding
-    _check_decoding(decoding, plan.output)
+    _check_model(spec, decoding, plan.output, is_resampled=size != description.shape[1:])
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0
-    layout = Layout(size, roi, overlap, choose_group_shape(size, roi, overlap, workers, (z, y, x)), margin)
+    group_shape = choose_group_shape(size, roi, overlap, workers, (z, y, x))
+    layout = Layout(size, roi, overlap, group_shape, margin, spec.tiling)
     return RunPlan(
         source,
         _make_stamp(source),
@@ -235,6 +236,16 @@ def _check_request(selection: Selection, options: Options, settings: Settings) -
         )
 
 
+def _check_model(spec: ModelSpec, decoding: object, output: str, *, is_resampled: bool) -> None:
+    _check_decoding(decoding, output)
+    if is_resampled and spec.input.resampling == "nnunet":
+        raise BadParameter(
+            f"voxel_size: {spec.name} resamples scores as nnU-Net does, which block-wise segmentation does not support."
+            " Resample the stack to the voxel size of the model first.",
+            parameter="voxel_size",
+        )
+
+
 def _check_decoding(decoding: object, output: str) -> None:
     if output == "probabilities":
         raise BadParameter(
@@ -246,6 +257,13 @@ def _check_decoding(decoding: object, output: str) -> None:
             "model: block-wise segmentation does not support star-convex polyhedra, because non-maximum suppression"
             " compares the polyhedra of the whole volume. Omit --workers, or use a different model.",
             parameter="model",
+        )
+    if output == "labels" and isinstance(decoding, Boundaries):
+        raise BadParameter(
+            "output: block-wise segmentation cannot write labels of a model with `decoding.kind: boundaries`, because"
+            " the merging of supervoxels depends on the whole stack. Use output=classes, or segment a crop.",
+            parameter="output",
+            suggested={"output": "classes"},
         )
     if output != "labels" or not isinstance(decoding, Instances):
         return

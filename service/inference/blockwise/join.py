@@ -29,7 +29,7 @@ from service.inference.decoding.watershed import Basins, Passes, compute_heights
 
 if TYPE_CHECKING:
     from service.inference.blockwise.run_folder import OpenRun
-    from service.models.decoding_spec import Instances
+    from service.models.spec_parts import Instances
 
 # Number of pieces that are processed together.
 PIECES_PER_STEP = 2**20

@@ -18,6 +18,7 @@ import numpy as np
 
 from service.core.quantities import Size
 from service.inference.windows.grid import Grid, as_size
+from service.models.spec_parts import MONAI_TILING, Tiling
 
 Span = tuple[int, int]
 """First index and exclusive end index along an axis."""
@@ -42,6 +43,7 @@ class Layout:
     size, roi, overlap  as in `Grid.cover`
     group_shape         maximum number of windows in a group along (z, y, x)
     margin              number of voxels around a tile that are needed to decode it
+    tiling              as in `Grid.cover`
     """
 
     size: Size
@@ -49,11 +51,12 @@ class Layout:
     overlap: float
     group_shape: Size
     margin: int
+    tiling: Tiling = MONAI_TILING
 
     @cached_property
     def grid(self) -> Grid:
         """Windows of the whole volume."""
-        return Grid.cover(self.size, self.roi, self.overlap)
+        return Grid.cover(self.size, self.roi, self.overlap, self.tiling)
 
     @cached_property
     def num_groups(self) -> Size:

@@ -22,7 +22,6 @@ from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectStatistics, measure_box, tabulate
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.grid import as_size
-from service.models.decoding_spec import Instances
 
 if TYPE_CHECKING:
     from service.formats.zarr.reader import ZarrStack
@@ -33,14 +32,12 @@ if TYPE_CHECKING:
 def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None:
     """Create an empty store for the result, and record its levels and the block size of each level."""
     plan, spec = run.plan, make_decoding_spec(run)
-    num_objects, class_names = None, spec.outputs
+    num_objects, class_names = None, spec.class_names
     if plan.output == "labels":
         num_objects, class_names = run.folder.read_record("join")["objects"], ()
         dtype = choose_label_dtype(num_objects)
     else:
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
-        if isinstance(spec.decoding, Instances):
-            class_names = ("background", spec.decoding.foreground)
     placeholder = np.broadcast_to(np.zeros((), dtype), plan.size)
     levels = zarr_writer.create(
         Segmentation(placeholder, plan.output, plan.voxel_size, num_objects, tuple(class_names)), out, provenance

@@ -150,7 +150,7 @@ def _fit_scaling(volume: Volume, index: int, counts: Counts, runner: ModelRunner
         counts.add_substituted_pixels(index, substitute, volume.dtype)
     channel = CountedChannel(volume, index, substitute, counts=counts)
     try:
-        scaling = fit_scaling(channel, runner.spec.input.normalisation)
+        scaling = fit_scaling(channel, runner.spec.input.get_normalization(index))
     except MissingCounts as error:
         return error.request
     return replace(scaling, substitute=substitute)

@@ -19,8 +19,9 @@ from service.inference.blockwise.window_scores import GroupScores, list_window_p
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
+from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
-from service.inference.decoding.streaming import Smoother, logit, select_foreground_logits
+from service.inference.decoding.streaming import logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import WatershedParameters
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender

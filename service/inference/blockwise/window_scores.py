@@ -17,8 +17,9 @@ from service.core.types import Array, Volume
 from service.formats import stack_reader
 from service.inference.blockwise.layout import Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import BlockTask, OpenRun
+from service.inference.preprocessing.interpolation import Resampling
 from service.inference.preprocessing.normalize import NormalizedImage
-from service.inference.preprocessing.resample import ResampledImage, Resampling
+from service.inference.preprocessing.resample import ResampledImage
 from service.inference.windows.blending import Slab, require_finite
 from service.inference.windows.sliding_window import Image, SlidingWindow, SparseImage
 

@@ -63,7 +63,8 @@ def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
         return window_scores.score_group(run, task, load_runner(task.folder), stages)
     if task.step == "tile":
         windows, device = run.folder.settings.windows, load_runner(task.folder).device
-        return tiles.decode_tile(run, task, Blending(windows.blending, windows.sigma), device, stages)
+        blending = Blending(windows.blending, windows.sigma, run.spec.tiling)
+        return tiles.decode_tile(run, task, blending, device, stages)
     if task.step == "survey":
         # Load the model first, so that the measured time does not include loading.
         load_runner(task.folder)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
-    from service.models.decoding_spec import Instances
+    from service.models.spec_parts import Instances
 from service.models.spec import ModelSpec
 
 # Smallest normal float32: smaller numbers have fewer significant bits.

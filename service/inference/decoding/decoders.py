@@ -1,4 +1,4 @@
-"""Decoders that convert scores to the class with the highest score, or to instances by a watershed of distances.
+"""Decoders that convert scores to the class with the highest score, or to objects.
 
 A decoder receives finished slabs and retains only the data that it needs, so the scores of a whole volume are never
 held in memory.
@@ -23,11 +23,13 @@ from service.core.types import CancellationCheck, OutputKind, Segmentation, neve
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
-from service.models.decoding_spec import Instances, StarConvex
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Boundaries, Classes, Instances, Regions, StarConvex
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
+# Peak memory per voxel of the decoder of boundaries, by measurement.
+BOUNDARY_BYTES_PER_VOXEL = 72
 # Fraction of the scores of a dense tissue that are candidates for polyhedra, for the estimate of the memory. They are
 # near the centers of objects: half of the radius is an eighth of the volume.
 CANDIDATE_FRACTION = 1 / 16
@@ -67,27 +69,36 @@ def make_decoder(  # noqa: PLR0913
     cancelled        returns whether the request was canceled; called if decoding the last slab takes long
     """
     decoding, num_outputs = spec.decoding, len(spec.outputs)
-    if output == "labels" and isinstance(decoding, StarConvex):
-        # Most services have no such model.
-        module = import_module("service.inference.decoding.star_convex.decoder")
-        decoder: Decoder = module.StarConvexDecoder(spec, decoding, size, voxel_size, cancelled)
-        return decoder
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
+    if output == "labels" and isinstance(decoding, Boundaries | StarConvex):
+        return _make_optional_decoder(spec, size, voxel_size, cancelled)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
-    class_names: tuple[str, ...] = spec.probability_outputs
+    class_names = spec.probability_outputs if kind == "probabilities" else spec.class_names
     convert: Callable[[Tensor], Tensor]
     if kind == "probabilities":
         pixels, convert = allocate((len(class_names), *size), np.float32), partial(_compute_probabilities, spec)
-    elif isinstance(decoding, StarConvex):
-        pixels, class_names = allocate(size, np.uint8), ("background", "object")
-        convert = partial(_find_candidates, spec, decoding)
-    elif isinstance(decoding, Instances):
-        pixels, class_names = allocate(size, np.uint8), ("background", decoding.foreground)
-        convert = partial(_find_foreground, spec, decoding)
+    elif isinstance(decoding, Regions):
+        pixels, convert = allocate(size, np.uint8), partial(_paint_regions, spec, decoding)
+    elif not isinstance(decoding, Classes):
+        pixels, convert = allocate(size, np.uint8), partial(_find_foreground, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
-    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert, spec.score_step)
+    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert, spec.tiling.step)
+
+
+def _make_optional_decoder(
+    spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, cancelled: CancellationCheck
+) -> Decoder:
+    """Return a decoder whose module is rarely needed, and needs an optional library."""
+    decoder: Decoder
+    if isinstance(spec.decoding, StarConvex):
+        module = import_module("service.inference.decoding.external.star_convex.decoder")
+        decoder = module.StarConvexDecoder(spec, spec.decoding, size, voxel_size, cancelled)
+    else:
+        module = import_module("service.inference.decoding.external.boundaries")
+        decoder = module.BoundaryDecoder(spec, spec.decoding, size, voxel_size)
+    return decoder
 
 
 class HostDecoder:
@@ -121,10 +132,14 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
             if result_bytes < LARGE_ARRAY_BYTES
             else DecodingMemory(0, disk_bytes=result_bytes)
         )
+    if isinstance(spec.decoding, Boundaries):
+        return DecodingMemory(BOUNDARY_BYTES_PER_VOXEL * voxels)
     if isinstance(spec.decoding, StarConvex):
         # A file that may be in memory contains the candidates, and the child process sorts a copy. The labels exist as
         # 32-bit integers and in their final type.
-        candidate_bytes = 4 * (4 + spec.decoding.rays.count) * voxels * CANDIDATE_FRACTION // math.prod(spec.score_step)
+        candidate_bytes = (
+            4 * (4 + spec.decoding.rays.count) * voxels * CANDIDATE_FRACTION // math.prod(spec.tiling.step)
+        )
         return DecodingMemory(int(2 * candidate_bytes + CHILD_PROCESS_BYTES + (4 + 4) * voxels))
     # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
     # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
@@ -186,11 +201,6 @@ def _compute_probabilities(spec: ModelSpec, scores: Tensor) -> Tensor:
     return _activate(spec, scores)[: len(spec.probability_outputs)]
 
 
-def _find_candidates(spec: ModelSpec, decoding: StarConvex, scores: Tensor) -> Tensor:
-    """Return the mask of scores that may be origins of polyhedra, bool [z, y, X]."""
-    return _activate(spec, scores)[0] > decoding.threshold
-
-
 def _activate(spec: ModelSpec, scores: Tensor) -> Tensor:
     """Return the activated outputs, float32 [K, z, y, X]."""
     scores = scores[0].float()
@@ -211,6 +221,19 @@ def _find_highest_class(scores: Tensor) -> Tensor:
     return scores[0].max(0).indices
 
 
-def _find_foreground(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:
-    """Return the foreground mask of an instance model, bool [z, y, X]."""
+def _paint_regions(spec: ModelSpec, decoding: Regions, scores: Tensor) -> Tensor:
+    """Return the class of the last region that contains each voxel, uint8 [z, y, X]; 0 if there is none."""
+    regions = _activate(spec, scores) > decoding.threshold
+    classes = torch.zeros(regions.shape[1:], dtype=torch.uint8, device=scores.device)
+    for region, value in zip(regions, decoding.classes, strict=True):
+        classes.masked_fill_(region, value)
+    return classes
+
+
+def _find_foreground(spec: ModelSpec, decoding: Instances | Boundaries | StarConvex, scores: Tensor) -> Tensor:
+    """Return the mask of the foreground, of the boundaries, or of possible origins of polyhedra, bool [z, y, X]."""
+    if isinstance(decoding, StarConvex):
+        return _activate(spec, scores)[0] > decoding.threshold
+    if isinstance(decoding, Boundaries):
+        return _activate(spec, scores)[spec.outputs.index(decoding.boundary)] > decoding.watershed_threshold
     return compute_foreground_mask(select_foreground_logits(spec, decoding, scores[0]), logit(decoding.threshold))

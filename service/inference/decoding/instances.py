@@ -17,18 +17,13 @@ from torch import Tensor
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.fill_holes import fill_holes
-from service.inference.decoding.streaming import (
-    Smoother,
-    StreamingWatershed,
-    TorchWatershed,
-    logit,
-    select_foreground_logits,
-)
+from service.inference.decoding.filters.fill_holes import fill_holes
+from service.inference.decoding.filters.smoothing import Smoother
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit, select_foreground_logits
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 # Maximum confidence that `min_relative_odds` can require of an object.
 MAX_REQUIRED_CONFIDENCE = 0.9

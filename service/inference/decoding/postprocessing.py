@@ -8,8 +8,11 @@ from typing import Any
 from service.core.errors import BadParameter
 from service.core.quantities import Size
 from service.core.types import Extent, OutputKind, PostprocessingOptions
-from service.models.decoding_spec import Classes, Instances, StarConvex
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Boundaries, Classes, Instances, StarConvex
+
+# Options that apply to models that predict boundaries.
+BOUNDARY_OPTIONS = ("minimum_size", "border")
 
 
 def require_instances(spec: ModelSpec) -> Instances:
@@ -22,13 +25,19 @@ def require_instances(spec: ModelSpec) -> Instances:
 def check_postprocessing(spec: ModelSpec, output: OutputKind, postprocessing: PostprocessingOptions) -> None:
     """Check that the post-processing options apply to the output of a model. Raises BadParameter otherwise."""
     for name in postprocessing.overrides:
-        if name == "fill_holes" and isinstance(spec.decoding, StarConvex):
+        if isinstance(spec.decoding, Boundaries) and name not in BOUNDARY_OPTIONS:
+            raise BadParameter(
+                f"{name}: the model {spec.name} predicts boundaries, and supports only"
+                f" {' and '.join(BOUNDARY_OPTIONS)}. Remove this option.",
+                parameter=name,
+            )
+        if isinstance(spec.decoding, StarConvex) and name == "fill_holes":
             raise BadParameter(
                 f"fill_holes: the objects of the model {spec.name} are polyhedra, which have no holes. Remove this"
                 " option.",
                 parameter=name,
             )
-        if not spec.detects_objects:
+        if not spec.has_objects:
             raise BadParameter(
                 f"{name}: this option applies to objects, but the model {spec.name} assigns a class to each voxel."
                 " Remove this option.",
@@ -83,8 +92,12 @@ def apply_postprocessing(
             -(-n // grid_length) for n, grid_length in zip(volume.shape[1:], size, strict=True)
         )
         changes["minimum_size"] = -(-compute_min_voxels(postprocessing, volume) // max_stack_voxels)
-        if isinstance(decoding, Instances):
-            changes["minimum_fraction"] = 0.0
+    if isinstance(decoding, Boundaries):
+        # The other options were rejected by `check_postprocessing`.
+        changes |= {} if postprocessing.border is None else {"border": postprocessing.border}
+        return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
+    if postprocessing.minimum_size is not None and isinstance(decoding, Instances):
+        changes["minimum_fraction"] = 0.0
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(postprocessing, name)) is not None:
             changes[name] = value

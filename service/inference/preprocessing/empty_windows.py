@@ -27,8 +27,8 @@ from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows, SparseImage, WindowScan
 from service.inference.windows.slots import WindowSlot
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 # Maximum distance of background voxels from their most frequent value, in standard deviations of the noise. In a window
 # of about 10^5 voxels, the maximum of the noise is typically 4.5 standard deviations above the mean.
@@ -160,7 +160,7 @@ def make_empty_window_filter(
     image: Image, spec: ModelSpec, plan: Plan, score_windows: ScoreWindows
 ) -> EmptyWindowFilter:
     """Return the filter for the windows of a request. `spec` includes the post-processing options of the request."""
-    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap)
+    grid = Grid.cover(as_size(image.shape[2:]), spec.input.roi_size, plan.overlap, spec.tiling)
     return EmptyWindowFilter(image, grid, plan.sw_batch_size, spec, score_windows)
 
 

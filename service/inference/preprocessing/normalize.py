@@ -23,13 +23,8 @@ from service.core.types import Array, Volume
 from service.inference.preprocessing.percentiles import Channel, compute_percentiles
 from service.inference.windows.grid import Box
 from service.inference.windows.kernels import window_kernels
-from service.models.spec import (
-    ModelSpec,
-    Normalization,
-    PercentileNormalization,
-    RangeNormalization,
-    ZScoreNormalization,
-)
+from service.models.spec import ModelSpec
+from service.models.spec_parts import Normalization, PercentileNormalization, RangeNormalization, ZScoreNormalization
 
 # Number of voxels that are read together for statistics, which limits temporary memory.
 BLOCK_VOXELS = 2**22
@@ -219,6 +214,16 @@ class NormalizedImage:
                 self._cached_planes = (first, end, tuple(self._volume.read(first, end)))
             return self._cached_planes[2]
 
+    def find_limits(self) -> list[tuple[float, float]]:
+        """Return the lowest and the highest normalized value of each channel."""
+        limits = list[tuple[float, float]]()
+        for index, scaling in enumerate(self.scalings):
+            blocks = VolumeChannel(self._volume, index, scaling.substitute)
+            extremes = [pixels for block in blocks for pixels in (block.min(), block.max())]
+            values = scaling.apply(np.array(extremes, self._volume.dtype))
+            limits.append((float(values.min()), float(values.max())))
+        return limits
+
     def to_tensor(self) -> Tensor:
         """Return the whole image as float32 [1, C, Z, Y, X]. Planes are converted one at a time to save memory."""
         pixels = torch.empty(self.shape)
@@ -242,7 +247,7 @@ def normalize_volume(
         channel: Channel = VolumeChannel(volume, index, substitute)
         if device_pixels is not None:
             channel = DeviceChannel(volume, index, device_pixels=device_pixels)
-        scalings.append(replace(fit_scaling(channel, spec.input.normalisation), substitute=substitute))
+        scalings.append(replace(fit_scaling(channel, spec.input.get_normalization(index)), substitute=substitute))
         num_replaced += num_nonfinite
     return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(num_replaced)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +15,9 @@ from torch import Tensor
 from service.core.errors import BadFile, BadParameter
 from service.core.hardware.host import run_in_threads
 from service.core.quantities import Diameter, Size, VoxelSize
-from service.core.types import Extent, Segmentation, Volume
+from service.core.types import Extent, OutputKind, Segmentation, Volume
 from service.inference.decoding.labels import keep_objects
+from service.inference.preprocessing.interpolation import InterpolationKind, InterpolationKinds, Resampling, Spans
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
 from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
@@ -27,89 +28,12 @@ MAX_VOXEL_SIZE_RATIO = 64.0
 # Maximum ratio between the object diameters of the request and the model. Objects with a larger ratio would not be
 # visible in the stack.
 MAX_DIAMETER_RATIO = 16.0
+# Maximum number of scores that are interpolated together, which limits temporary memory.
+MAX_SCORES_PER_STEP = 2**22
+# Maximum ratio of the voxel lengths of an image that nnU-Net interpolates along all axes.
+MAX_ANISOTROPY = 3
 # Number of planes that a thread resamples at a time when a whole image is created.
 PLANES_PER_TASK = 8
-
-Spans = tuple[range, range, range]
-"""Ranges of voxels along (z, y, x) that define a box."""
-
-
-@dataclass(frozen=True)
-class Resampling:
-    """Linear interpolation from a grid of `source_size` voxels (Z, Y, X) to the centers of `target_size` voxels.
-
-    The result does not depend on the division of the grid into boxes: weights depend on the position in the whole grid,
-    and the result of each operation is rounded separately.
-    """
-
-    source_size: Size
-    target_size: Size
-
-    @cached_property
-    def _axes(self) -> list[_AxisInterpolation]:
-        return [
-            _AxisInterpolation.from_lengths(source_length, target_length)
-            for source_length, target_length in zip(self.source_size, self.target_size, strict=True)
-        ]
-
-    @cached_property
-    def _axis_order(self) -> list[int]:
-        """Axes in the fastest order: axes that shrink first, then axes that grow, from x (which is contiguous) to z."""
-        factors = [
-            target_length / source_length
-            for source_length, target_length in zip(self.source_size, self.target_size, strict=True)
-        ]
-        return sorted(range(3), key=lambda axis: (factors[axis], axis if factors[axis] < 1 else -axis))
-
-    def find_source_box(self, box: Spans) -> Spans:
-        """Return the box of the source grid that a box of the target grid is interpolated from."""
-        z, y, x = (
-            range(int(axis.lower_indices[span[0]]), int(axis.upper_indices[span[-1]]) + 1)
-            for axis, span in zip(self._axes, box, strict=True)
-        )
-        return z, y, x
-
-    def interpolate(self, pixels: NDArray[np.float32], box: Spans) -> NDArray[np.float32]:
-        """Interpolate a box of the target grid, [C, z, y, x], from the pixels of `find_source_box(box)`."""
-        source_box = self.find_source_box(box)
-        for axis_index in self._axis_order:
-            if self.source_size[axis_index] == self.target_size[axis_index]:
-                continue
-            axis, first, span = self._axes[axis_index], source_box[axis_index].start, box[axis_index]
-            target_indices = slice(span.start, span.stop)
-            lower_pixels = pixels.take(axis.lower_indices[target_indices] - first, axis_index + 1)
-            pixels = pixels.take(axis.upper_indices[target_indices] - first, axis_index + 1)
-            pixels -= lower_pixels
-            pixels *= axis.upper_weights[target_indices].reshape(
-                [-1 if dimension == axis_index else 1 for dimension in range(3)]
-            )
-            pixels += lower_pixels
-        return pixels
-
-
-class _AxisInterpolation(NamedTuple):
-    """Interpolation along one axis: the two source voxels of each target voxel, and the weight of the upper one."""
-
-    lower_indices: NDArray[np.intp]
-    upper_indices: NDArray[np.intp]
-    upper_weights: NDArray[np.float32]
-
-    @classmethod
-    def from_lengths(cls, source_length: int, target_length: int) -> _AxisInterpolation:
-        """Return the interpolation between the voxel centers of axes with these lengths.
-
-        The weights are the same as in `torch.nn.functional.interpolate` with `align_corners=False`.
-        """
-        if source_length == target_length:
-            indices = np.arange(source_length)
-            return cls(indices, indices, np.zeros(source_length, np.float32))
-        positions = ((np.arange(target_length) + 0.5) * source_length / target_length - 0.5).clip(0, source_length - 1)
-        lower_indices = positions.astype(np.intp)
-        return cls(
-            lower_indices,
-            np.minimum(lower_indices + 1, source_length - 1),
-            (positions - lower_indices).astype(np.float32),
-        )
 
 
 class ResampledImage:
@@ -121,10 +45,17 @@ class ResampledImage:
     source      image before resampling: the whole image or, with a box, only its part `resampling.find_source_box(box)`
     resampling  resampling of the whole image
     box         part of the resampled grid that the image covers; None: all of it
+    limits      lowest and highest value of each channel, which splines could exceed
     """
 
-    def __init__(self, source: Image, resampling: Resampling, box: Spans | None = None) -> None:
-        self._source, self._resampling = source, resampling
+    def __init__(
+        self,
+        source: Image,
+        resampling: Resampling,
+        box: Spans | None = None,
+        limits: Sequence[tuple[float, float]] = (),
+    ) -> None:
+        self._source, self._resampling, self._limits = source, resampling, limits
         self._box = box or _make_full_spans(resampling.target_size)
         self._source_box = _make_full_spans(resampling.source_size) if box is None else resampling.find_source_box(box)
         self.shape = (1, source.shape[1], *map(len, self._box))
@@ -138,7 +69,10 @@ class ResampledImage:
             for span, source_span in zip(source_spans, self._source_box, strict=True)
         )
         pixels = self._source[0, channels, planes, rows, columns].numpy()
-        return torch.from_numpy(self._resampling.interpolate(pixels, (z, y, x)))
+        resampled_pixels = self._resampling.interpolate(pixels, (z, y, x))
+        for channel_pixels, limits in zip(resampled_pixels, self._limits[channels], strict=False):
+            np.clip(channel_pixels, *limits, out=channel_pixels)
+        return torch.from_numpy(resampled_pixels)
 
     def to_tensor(self) -> Tensor:
         """Return the whole image as a float32 tensor [1, C, Z, Y, X]."""
@@ -181,10 +115,48 @@ def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
 
 
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
-    """Resample the image trilinearly to the grid of the network. Raises the same errors as `compute_working_size`."""
+    """Resample the image to the grid of the network. Raises the same errors as `compute_working_size`."""
     source_size, target_size = as_size(volume.shape[1:]), compute_working_size(volume, spec, diameter)
     notes = describe_resampling(source_size, target_size, spec, diameter)
-    return PreparedImage(ResampledImage(image, Resampling(source_size, target_size)) if notes else image, notes)
+    kinds = _choose_interpolation(volume, spec, "cubic" if spec.input.resampling == "nnunet" else "linear")
+    resampling = Resampling(source_size, target_size, kinds)
+    if not notes:
+        return PreparedImage(image, notes)
+    limits = image.find_limits() if "cubic" in kinds else ()
+    return PreparedImage(ResampledImage(image, resampling, limits=limits), notes)
+
+
+def resamples_scores(spec: ModelSpec, output: OutputKind) -> bool:
+    """Return whether scores, instead of the labels, are resampled to the grid of the stack."""
+    return spec.input.resampling == "nnunet" and output != "labels"
+
+
+def count_score_bytes(spec: ModelSpec, size: Size, stack_size: Size) -> int:
+    """Return the memory for resampling scores from a grid of `size` (Z, Y, X) to a grid of `stack_size`, in bytes."""
+    plane_scores = len(spec.outputs) * math.prod(size[1:])
+    step_scores = max(MAX_SCORES_PER_STEP, len(spec.outputs) * math.prod(stack_size[1:]))
+    return 4 * (2 * (spec.input.roi_size[0] + 2) * plane_scores + 4 * step_scores)
+
+
+def choose_score_interpolation(volume: Extent, spec: ModelSpec) -> InterpolationKinds:
+    """Return the kind of interpolation of scores along each axis of a stack."""
+    return _choose_interpolation(volume, spec, "linear")
+
+
+def _choose_interpolation(volume: Extent, spec: ModelSpec, kind: InterpolationKind) -> InterpolationKinds:
+    """Return the kind of interpolation along each axis of a stack.
+
+    nnU-Net uses the nearest planes if the voxels of the stack or, failing that, of the model are much longer along one
+    axis than along the others. Source: `determine_do_sep_z_and_axis` in nnU-Net.
+    """
+    if spec.input.resampling != "nnunet" or spec.input.voxel_size is None or volume.voxel_size is None:
+        return kind, kind, kind
+    for lengths in (tuple(volume.voxel_size), spec.input.voxel_size):
+        if max(lengths) / min(lengths) > MAX_ANISOTROPY:
+            is_separate = [length == max(lengths) and lengths.count(length) == 1 for length in lengths]
+            z, y, x = ("nearest" if separate else kind for separate in is_separate)
+            return z, y, x
+    return kind, kind, kind
 
 
 def describe_resampling(

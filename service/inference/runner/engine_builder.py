@@ -21,10 +21,8 @@ from service.engine.cuda import tf32
 from service.engine.prepare import prepare
 from service.engine.tuning.plans import EngineConfig, EnginePlan
 from service.inference.runner.label_agreement import MAX_WRONG_FRACTION, LabelAgreement
-from service.inference.windows.blending import Blending, BlendingMode
-from service.inference.windows.grid import Sampling
+from service.inference.windows.blending import Blending
 from service.inference.windows.sliding_window import SlidingWindow
-from service.models.decoding_spec import StarConvex
 from service.models.network import Network
 from service.models.spec import ModelSpec
 
@@ -129,21 +127,17 @@ class EngineBuilder:
         """Return a `SlidingWindow` for `network`. It has a single stream if `batch_size` is smaller than configured."""
         windows = self._settings.windows
         # MONAI blends the windows itself, and needs the unweighted scores of each window.
-        mode: BlendingMode = "constant" if windows.inferer == "monai" else windows.blending
-        if isinstance(self._spec.decoding, StarConvex):
-            # Non-maximum suppression depends on small differences of scores, so windows are joined as in StarDist.
-            mode = "nearest"
+        mode = "constant" if windows.inferer == "monai" else windows.blending
         return SlidingWindow(
             network,
             self._spec.input.channels,
             self._spec.input.roi_size,
             batch_size,
-            blending=Blending(mode, windows.sigma),
+            blending=Blending(mode, windows.sigma, self._spec.tiling),
             device=self._device,
             dtype=backends.get_batch_dtype(config),
             memory_format=backends.MEMORY_FORMATS[config.memory_format],
             streams=config.streams if batch_size >= config.sw_batch_size else 1,
-            sampling=Sampling(self._spec.window_alignment, self._spec.score_step),
         )
 
     def make_eager_config(self, precision_name: str) -> EngineConfig:
@@ -211,7 +205,7 @@ class EngineBuilder:
 
     def _require_score_size(self, engine: ReadyEngine) -> ReadyEngine:
         """Return the engine. Raises RuntimeError if the size of its scores does not match the size of its windows."""
-        batch, step = engine.window.batch, self._spec.score_step
+        batch, step = engine.window.batch, self._spec.tiling.step
         scores = engine.window.network(batch)
         if any(n * factor != length for n, factor, length in zip(scores.shape[2:], step, batch.shape[2:], strict=True)):
             raise RuntimeError(

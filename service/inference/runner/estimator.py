@@ -15,9 +15,9 @@ from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
 from service.inference.types import Plan, PlannedRequest, ResourceEstimate
 from service.inference.windows.grid import fit_window_length, round_up
-from service.inference.windows.views import BEST_QUALITY_VIEWS, count_view_bytes
-from service.models.decoding_spec import Instances, StarConvex
+from service.inference.windows.views import count_view_bytes, get_best_quality_views
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances, StarConvex
 
 # Maximum fraction of a device's memory that one request may need. If a request needs more, its scores are decoded on
 # the host. The rest is for models, other requests and the allocator.
@@ -63,7 +63,7 @@ def make_plan(
         needs_diameter_estimate=_needs_diameter_estimate(spec, options),
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
-        views=BEST_QUALITY_VIEWS if options.quality == "best" else (),
+        views=get_best_quality_views(spec.input.mirror_axes) if options.quality == "best" else (),
     )
 
 
@@ -134,13 +134,13 @@ def _format_size(size: Size) -> str:
 
 
 def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> OutputKind:
-    if requested_output == "labels" and not spec.detects_objects:
+    if requested_output == "labels" and not spec.has_objects:
         raise BadParameter(
             f"{spec.name} predicts classes, not objects. Use output=classes or output=probabilities.",
             parameter="output",
             suggested={"output": "classes"},
         )
-    return requested_output or ("labels" if spec.detects_objects else "classes")
+    return requested_output or ("labels" if spec.has_objects else "classes")
 
 
 def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
@@ -205,9 +205,9 @@ class Estimator:
 
         Raises the same errors as `compute_working_size`.
         """
-        alignment = self.spec.window_alignment
-        if alignment is None:
+        if self.spec.tiling.name != "stardist":
             return options
+        alignment = self.spec.tiling.alignment
         diameter = options.diameter if isinstance(options.diameter, Diameter) else None
         size = round_up(compute_working_size(volume, self.spec, diameter), alignment)
         overlap, roi_size = _choose_overlap(self.settings, options), options.roi_size or self.spec.input.roi_size

@@ -130,8 +130,12 @@ class LabelAgreement:
 
     @torch.inference_mode()
     def segment(self, window: SlidingWindow, image: Tensor, stream: int = 0) -> Segmentation:
-        """Segment an image [1, C, Z, Y, X] into labels, or into classes if the model does not detect objects."""
-        kind: OutputKind = "labels" if self._spec.detects_objects else "classes"
+        """Segment an image [1, C, Z, Y, X] into labels, or into classes if the model does not separate objects.
+
+        For boundaries, the class mask is compared, because the merging of supervoxels amplifies rounding.
+        """
+        compares_labels = self._spec.decoding.kind in ("instances", "star-convex")
+        kind: OutputKind = "labels" if compares_labels else "classes"
         decoder = make_decoder(self._spec, as_size(image.shape[2:]), kind, None)
         for slab in window.run(image, COMPARISON_OVERLAP, stream=stream):
             decoder.add(slab.z0, slab.y0, slab.scores)

@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from service.core.quantities import Size
-from service.core.types import Extent
+from service.core.types import Extent, OutputKind
 from service.inference.cuda.device_image import count_buffer_bytes, count_image_bytes, count_uploaded_bytes
 from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.decoders import DecodingMemory, estimate_decoding_memory
 from service.inference.decoding.watershed_kernel import CPU
-from service.inference.preprocessing.resample import compute_working_size
+from service.inference.preprocessing.resample import compute_working_size, count_score_bytes, resamples_scores
 from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
 from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.models.decoding_spec import StarConvex
 from service.models.network import iter_modules
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 
 class WindowMemory(NamedTuple):
@@ -47,11 +47,11 @@ def estimate_request(
     """
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     channels = spec.input.channels
-    grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.window_alignment)
-    score_grid, source_shape = grid.divide(spec.score_step), _count_source_voxels(grid, stored_size)
+    grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.tiling)
+    score_grid, source_shape = grid.divide(spec.tiling.step), _count_source_voxels(grid, stored_size)
     num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
-    decoding_memory, device_decoding_bytes = estimate_decoding_memory(spec, plan.output, size), 0
-    if plan.output == "labels" and not (memory.uses_host_memory or _decodes_on_host(spec, plan)):
+    decoding_memory, device_decoding_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size), 0
+    if _decodes_on_device(spec, plan, memory):
         # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
@@ -89,9 +89,18 @@ def estimate_request(
     )
 
 
-def _decodes_on_host(spec: ModelSpec, plan: Plan) -> bool:
-    """Return whether scores in the device's own memory are decoded on the host."""
-    return plan.decode_on_host or isinstance(spec.decoding, StarConvex)
+def _estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size, stored_size: Size) -> DecodingMemory:
+    """Estimate the memory for decoding scores of a grid of `size` (Z, Y, X) for a stack of `stored_size`."""
+    if size == stored_size or not resamples_scores(spec, output):
+        return estimate_decoding_memory(spec, output, size)
+    host_bytes, disk_bytes = estimate_decoding_memory(spec, output, stored_size)
+    return DecodingMemory(host_bytes + count_score_bytes(spec, size, stored_size), disk_bytes)
+
+
+def _decodes_on_device(spec: ModelSpec, plan: Plan, memory: WindowMemory) -> bool:
+    """Return whether objects are decoded in device memory. Only instances are."""
+    is_on_device = not (memory.uses_host_memory or plan.decode_on_host)
+    return is_on_device and plan.output == "labels" and isinstance(spec.decoding, Instances)
 
 
 def _count_source_voxels(grid: Grid, stored_size: Size) -> list[int]:

@@ -22,11 +22,13 @@ from service.core.hardware import devices, host
 from service.core.hardware.devices import Driver, is_out_of_memory
 from service.core.quantities import Size
 from service.core.telemetry import step
-from service.core.types import Options
+from service.core.types import Extent, Options, OutputKind, Volume
 from service.engine import backends
 from service.engine.compile import torch_compile
 from service.inference.cuda.placement import DevicePlacement
 from service.inference.diameter.cache import DiameterCache
+from service.inference.preprocessing.crop import Crop, crop_zeros
+from service.inference.preprocessing.score_resampling import DecoderFactory
 from service.inference.runner.estimator import Estimator, compute_window_scale, replace_window_size
 from service.inference.runner.memory_errors import check_memory, translate_errors
 from service.inference.runner.memory_estimate import measure_activations
@@ -90,6 +92,17 @@ class ModelRunner:
         """Run the network for the first time, which is slow, and measure its activations in the same forward pass."""
         scores, self._window_bytes = measure_activations(network, window)
         return scores
+
+    def crop(self, volume: Volume) -> Crop | None:
+        """Return the part of a volume to segment, or None to segment all of it."""
+        return crop_zeros(volume) if self.spec.input.crop_zeros else None
+
+    def make_decoder_factory(self, volume: Extent, spec: ModelSpec, size: Size, output: OutputKind) -> DecoderFactory:
+        """Return the factory of decoders for scores on a grid of `size` (Z, Y, X).
+
+        `spec` includes the post-processing options of the request.
+        """
+        return DecoderFactory(volume, spec, size, output, self.allocate)
 
     def warm_up(self, *, tune: bool = False) -> None:
         """Choose the engine, and run it with its fixed batch shape until its run time is stable.

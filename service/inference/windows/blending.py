@@ -26,11 +26,13 @@ from service.core.errors import NonFiniteScores
 from service.core.quantities import Size
 from service.inference.windows.grid import AxisOverlap, Grid, Run, split_runs
 from service.inference.windows.kernels import OverlapSums, WindowKernels, window_kernels
+from service.models.spec_parts import MONAI_TILING, Tiling, TilingName
 
-# Lower bound of the weight of a voxel, as in MONAI.
-MIN_WEIGHT = 1e-3
-# Factor of the weight of voxels that are nearer to another window, in the mode "nearest". It is positive, because no
-# other window covers the voxels at the faces of the volume, and its third power is a normal number in float32.
+# Lower bound of the weight of a voxel. nnU-Net's bound depends on the smallest weight in float16; ours only prevents
+# divisions by zero. With "stardist", no weight is 0.
+MIN_WEIGHTS: dict[TilingName, float] = {"monai": 1e-3, "nnunet": 1e-12, "stardist": 0.0}
+# With "stardist", factor of the weight of voxels that are nearer to another window. It is positive, because no other
+# window covers the voxels at the faces of the volume, and its third power is a normal number in float32.
 FAR_WEIGHT = 1e-6
 
 NON_FINITE_MESSAGE = "The network returned NaN or infinite scores for this volume. Try `engine.precision: fp32`."
@@ -47,25 +49,24 @@ class Slab(NamedTuple):
     scores: Tensor
 
 
-BlendingMode = Literal["constant", "gaussian", "nearest"]
-
-
 @dataclass(frozen=True)
 class Blending:
     """Weights of the voxels of a window.
 
-    mode   constant: equal weights; gaussian: weights that decrease toward the edges; nearest: along each axis, a voxel
-           gets the scores of the window whose center is nearest; this mode requires equally spaced windows
-    sigma  standard deviation of Gaussian weights, as a fraction of the window's edge length
+    mode    constant: equal weights; gaussian: weights that decrease toward the edges
+    sigma   standard deviation of Gaussian weights, as a fraction of the window's edge length
+    tiling  positions of the windows. With "stardist", `mode` is ignored: along each axis, a voxel gets the scores of
+            the window whose center is nearest, because non-maximum suppression depends on small differences of scores.
     """
 
-    mode: BlendingMode = "gaussian"
+    mode: Literal["constant", "gaussian"] = "gaussian"
     sigma: float = 0.125
+    tiling: Tiling = MONAI_TILING
 
     @property
     def min_weight(self) -> float:
         """Lower bound of the weight of a voxel."""
-        return 0.0 if self.mode == "nearest" else MIN_WEIGHT
+        return MIN_WEIGHTS[self.tiling.name]
 
 
 class Blender(ABC):
@@ -276,7 +277,7 @@ class FiniteFlag:
 
 def _compute_weights(grid: Grid, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each voxel of a window, float32 [*window]."""
-    if blending.mode != "nearest":
+    if blending.tiling.name != "stardist":
         return compute_importance_map(grid.window_size, blending, device)
     z, y, x = _compute_axis_weights(grid, blending, device)
     return z[:, None, None] * y[:, None] * x
@@ -284,7 +285,7 @@ def _compute_weights(grid: Grid, blending: Blending, device: torch.device) -> Te
 
 def _compute_axis_weights(grid: Grid, blending: Blending, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of the weights along z, y and x, float32 [window z], [window y] and [window x]."""
-    if blending.mode != "nearest":
+    if blending.tiling.name != "stardist":
         z, y, x = (_compute_axis_importance(length, blending, device) for length in grid.window_size)
         return z, y, x
     axes = list[Tensor]()
@@ -305,12 +306,14 @@ def compute_importance_map(roi: Size, blending: Blending, device: torch.device) 
     """Return the weight of each voxel of a window, float32 [*roi], like `monai.data.utils.compute_importance_map`."""
     z, y, x = (_compute_axis_importance(length, blending, device) for length in roi)
     # Dividing by the small tail values of a Gaussian would amplify rounding errors.
-    return (z[:, None, None] * y[:, None] * x).clamp(min=MIN_WEIGHT)
+    return (z[:, None, None] * y[:, None] * x).clamp(min=blending.min_weight)
 
 
 def _compute_axis_importance(length: int, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each position along one axis of a window, float32 [length], without the lower bound."""
     if blending.mode == "constant":
         return torch.ones(length, device=device)
-    distance = torch.arange(length, dtype=torch.float32, device=device) - (length - 1) / 2
+    # The center of nnU-Net's weights is a voxel, even if the number of voxels is even.
+    center = length // 2 if blending.tiling.name == "nnunet" else (length - 1) / 2
+    distance = torch.arange(length, dtype=torch.float32, device=device) - center
     return torch.exp(distance**2 / (-2 * (blending.sigma * length) ** 2))

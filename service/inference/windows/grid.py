@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 from service.core.quantities import Size
+from service.models.spec_parts import MONAI_TILING, Tiling, TilingName
 
 Box = tuple[int, slice, slice, slice, slice]
 """Index of a region of an image: (0, channels, z, y, x)."""
@@ -30,21 +31,6 @@ class AxisOverlap(NamedTuple):
     window_index: int
     num_shared: int
     num_final: int
-
-
-class Sampling(NamedTuple):
-    """Relation between the voxels of an image and the scores of a network.
-
-    alignment  as in `Grid.cover`
-    step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
-    """
-
-    alignment: Size | None
-    step: Size
-
-
-ORIGINAL_SAMPLING = Sampling(None, (1, 1, 1))
-"""Sampling of networks that return one score per voxel."""
 
 
 class Reading(NamedTuple):
@@ -90,23 +76,17 @@ class Grid:
     aligned_size: Size
 
     @classmethod
-    def cover(cls, size: Size, window_size: Size, overlap: float, alignment: Size | None = None) -> Grid:
-        """Return window positions with this overlap, a fraction of the window (0 <= overlap < 1).
-
-        alignment  the first voxels of all windows are multiples of these numbers, which also divide the window, and the
-                   windows are evenly spaced; None: the positions that MONAI uses
-        """
-        multiples = alignment or (1, 1, 1)
-        aligned_size = round_up(size, multiples)
+    def cover(cls, size: Size, window_size: Size, overlap: float, tiling: Tiling = MONAI_TILING) -> Grid:
+        """Return the window positions for this overlap, a fraction of the window (0 <= overlap < 1)."""
+        aligned_size = round_up(size, tiling.alignment)
         padding = [max(length - n, 0) for length, n in zip(window_size, aligned_size, strict=True)]
         padded_size = as_size([length + pad_length for length, pad_length in zip(aligned_size, padding, strict=True)])
+        compute_starts = _START_FUNCTIONS[tiling.name]
         z, y, x = (
-            _compute_starts(length, window_length, overlap)
-            if alignment is None
-            else _compute_aligned_starts(length, window_length, overlap, multiple)
-            for length, window_length, multiple in zip(padded_size, window_size, multiples, strict=True)
+            tuple(start * n for start in compute_starts(length // n, window_length // n, overlap))
+            for length, window_length, n in zip(padded_size, window_size, tiling.alignment, strict=True)
         )
-        pad_before = [pad_length // 2 // n * n for pad_length, n in zip(padding, multiples, strict=True)]
+        pad_before = [pad_length // 2 // n * n for pad_length, n in zip(padding, tiling.alignment, strict=True)]
         return cls(size, window_size, as_size(pad_before), padded_size, (z, y, x), aligned_size)
 
     def divide(self, step: Size) -> Grid:
@@ -202,12 +182,25 @@ def _compute_starts(length: int, window_length: int, overlap: float) -> tuple[in
     return tuple(min(index * step, length - window_length) for index in range(count))
 
 
-def _compute_aligned_starts(length: int, window_length: int, overlap: float, multiple: int) -> tuple[int, ...]:
-    """Return multiples of `multiple` that are as equally spaced as possible, for windows with at least this overlap."""
-    step = max(int(window_length * (1 - overlap)) // multiple, 1)
-    last = (length - window_length) // multiple
-    count = -(-last // step) + 1
-    return tuple(index * last // max(count - 1, 1) * multiple for index in range(count))
+def _compute_even_starts(length: int, window_length: int, overlap: float) -> tuple[int, ...]:
+    """Return starts whose distances differ by rounding only. Source: `compute_steps_for_sliding_window` in nnU-Net."""
+    last = length - window_length
+    count = math.ceil(last / max(window_length * (1 - overlap), 1))
+    return tuple(round(last / count * index) for index in range(count + 1)) if count else (0,)
+
+
+def _compute_even_starts_with_overlap(length: int, window_length: int, overlap: float) -> tuple[int, ...]:
+    """Return starts whose distances differ by at most 1, for windows with at least this overlap."""
+    last = length - window_length
+    count = -(-last // max(int(window_length * (1 - overlap)), 1))
+    return tuple(index * last // max(count, 1) for index in range(count + 1))
+
+
+_START_FUNCTIONS: dict[TilingName, Callable[[int, int, float], tuple[int, ...]]] = {
+    "monai": _compute_starts,
+    "nnunet": _compute_even_starts,
+    "stardist": _compute_even_starts_with_overlap,
+}
 
 
 def _compute_overlaps(starts: tuple[int, ...], window_length: int) -> dict[int, AxisOverlap]:

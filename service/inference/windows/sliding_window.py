@@ -28,7 +28,7 @@ from service.inference.windows.blending import (
     make_blender,
     require_finite,
 )
-from service.inference.windows.grid import ORIGINAL_SAMPLING, Box, Grid, Sampling, as_size, scale_positions, split_runs
+from service.inference.windows.grid import Box, Grid, as_size, scale_positions, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.inference.windows.slots import StreamBuffer, WindowSlot
 from service.models.network import Network
@@ -89,7 +89,6 @@ class SlidingWindow:
     kernels                  C++ kernels, used for blending on the devices that they support
     accepts_partial_batches  whether the network also accepts fewer windows, and returns bitwise equal scores for them
     owns_scores              whether the scores remain valid after the next call to the network
-    sampling                 alignment of the windows, and the voxels that one score stands for
     """
 
     def __init__(  # noqa: PLR0913
@@ -107,12 +106,11 @@ class SlidingWindow:
         kernels: WindowKernels = window_kernels,
         accepts_partial_batches: bool = False,
         owns_scores: bool = False,
-        sampling: Sampling = ORIGINAL_SAMPLING,
     ) -> None:
         self.network, self.capacity = network, batch_size
         self.accepts_partial_batches, self.owns_scores = accepts_partial_batches, owns_scores
         self._kernels = kernels
-        self._roi, self._sampling, self._blending = roi, sampling, blending
+        self._roi, self._blending = roi, blending
         shape = (batch_size, channels, *roi)
         buffers = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(streams))
         self._streams = tuple(StreamBuffer(batch.to(memory_format=memory_format)) for batch in buffers)
@@ -175,9 +173,9 @@ class SlidingWindow:
 
     def scan(self, image: Image, overlap: float, check_scores: FiniteCheck = require_finite) -> WindowScan:
         """Return a scan of `image` that starts at the first window. `check_scores` is applied to finished scores."""
-        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap, self._sampling.alignment)
+        grid = Grid.cover(as_size(image.shape[2:]), self._roi, overlap, self._blending.tiling)
         setup = BlendingSetup(self._blending, self.batch.device, self._kernels, check_scores)
-        return WindowScan(image, grid, setup, owns_scores=self.owns_scores, step=self._sampling.step)
+        return WindowScan(image, grid, setup, owns_scores=self.owns_scores, step=self._blending.tiling.step)
 
     def forward(
         self, window_slices: Sequence[WindowSlice], stream: int = 0, *, measure: Measure = nullcontext

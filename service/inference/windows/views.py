@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +15,14 @@ from service.models.network import Network
 
 # Views that are averaged with quality=best, as tuples of the axes to mirror. Each view takes the same time.
 BEST_QUALITY_VIEWS: Views = ((), (3, 4), (2, 4))
+
+
+def get_best_quality_views(mirror_axes: Sequence[Literal["z", "y", "x"]] | None) -> Views:
+    """Return the views that are averaged with quality=best, for the value of `input.mirror_axes` of a model."""
+    if mirror_axes is None:
+        return BEST_QUALITY_VIEWS
+    axes = sorted({2 + "zyx".index(axis) for axis in mirror_axes})
+    return tuple(itertools.chain.from_iterable(itertools.combinations(axes, count) for count in range(len(axes) + 1)))
 
 
 @dataclass(frozen=True)

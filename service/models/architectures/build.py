@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
+from service.models.architectures import nnunet, pytorch3dunet
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.architectures.stardist import StarDistResNet, StarDistUNet
 from service.models.spec import Architecture
@@ -36,6 +37,8 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
     "StarDistUNet": StarDistUNet,
     "StarDistResNet": StarDistResNet,
+    **nnunet.CONSTRUCTORS,
+    **pytorch3dunet.CONSTRUCTORS,
 }
 
 

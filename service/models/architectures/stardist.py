@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from service.models.decoding_spec import FrozenModel
+from service.models.spec_parts import FrozenModel
 
 # Keras's default, which StarDist does not change.
 BATCH_NORM_EPSILON = 1e-3

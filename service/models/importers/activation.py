@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import UnsupportedPackage
-from service.models.decoding_spec import Instances
 from service.models.spec import PROBABILITY_TOLERANCE, ModelSpec
+from service.models.spec_parts import get_probability_output
 
 # Standard deviations of the noise in the probes. In networks without normalization layers, strong noise produces large
 # scores of both signs, unless an activation limits the scores.
@@ -44,11 +44,11 @@ def check_activation(network: nn.Module, spec: ModelSpec, *, is_specified_by_ope
     ranges = _measure_ranges(network, spec)
     if not ranges:
         return ()
-    foreground = spec.decoding.foreground if isinstance(spec.decoding, Instances) else None
-    if foreground is not None and spec.get_activation(foreground) == "none" and not ranges[foreground].is_probability:
-        raise _make_error(spec, ranges, foreground, "so they are not probabilities")
+    probability = get_probability_output(spec.decoding)
+    if probability and spec.get_activation(probability) == "none" and not ranges[probability].is_probability:
+        raise _make_error(spec, ranges, probability, "so they are not probabilities")
     notes = list[str]()
-    if spec.activation == "none" and foreground is None and not _are_probabilities(ranges):
+    if spec.activation == "none" and probability is None and not _are_probabilities(ranges):
         notes.append("No activation is specified, so output=probabilities returns scores that are not probabilities.")
     name = _find_activated_output(spec, ranges)
     if name is not None and is_specified_by_operator:
@@ -105,12 +105,12 @@ def _make_error(spec: ModelSpec, ranges: dict[str, ScoreRange], name: str, concl
 
 def _suggest_activation(spec: ModelSpec, ranges: dict[str, ScoreRange]) -> str | None:
     """Return an activation that suits the scores, in the syntax of the command line; None if there is none."""
-    if not isinstance(spec.decoding, Instances):
+    probability = get_probability_output(spec.decoding)
+    if probability is None:
         return "none" if _are_probabilities(ranges) else "softmax"
-    foreground = ranges[spec.decoding.foreground]
-    if foreground.is_never_negative and not foreground.is_probability:
+    if ranges[probability].is_never_negative and not ranges[probability].is_probability:
         return None
     choices = {name: "none" if item.is_never_negative else "sigmoid" for name, item in ranges.items()}
     if len(set(choices.values())) == 1:
-        return choices[spec.decoding.foreground]
+        return choices[probability]
     return ",".join(f"{name}={choice}" for name, choice in choices.items())

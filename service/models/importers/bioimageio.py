@@ -46,9 +46,10 @@ def is_package(root: Path) -> bool:
     return _find_description(root) is not None
 
 
-def read(root: Path) -> Draft:
-    """Read a package into a draft. Raises UnsupportedPackage if it is damaged or its network cannot be used."""
-    rdf, version = _read_description(root)
+def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Draft:
+    """Read a package, whose description `adapt` may change. Raises UnsupportedPackage if it cannot be used."""
+    rdf, version = read_description(root)
+    rdf = adapt(rdf)
     input_tensor, output_tensor = (_get_only_tensor(rdf, side) for side in ("inputs", "outputs"))
     input_axes = _Axes(input_tensor)
     output_axes = _Axes(output_tensor, input_axes.channel_count)
@@ -83,7 +84,7 @@ def read(root: Path) -> Draft:
     return Draft(content, file, kind, tests, problems, (f"Imported from {key} weights of {rdf.get_string('name')!r}.",))
 
 
-def _read_description(root: Path) -> tuple[Fields, str]:
+def read_description(root: Path) -> tuple[Fields, str]:
     """Return the description of a model and the version of the description format."""
     path = _find_description(root)
     rdf = read_mapping(path) if path is not None else Fields({})
@@ -204,15 +205,14 @@ def _choose_weights(rdf: Fields) -> tuple[str, Fields, WeightsKind]:
 
 
 def _find_architecture(entry: Fields) -> str | None:
-    """Return the name of a MONAI network in `ARCHITECTURES`, or None for any other architecture."""
+    """Return the name of a network of MONAI or pytorch-3dunet in `ARCHITECTURES`, or None for any other one."""
     architecture = entry.get("architecture")
-    if isinstance(architecture, str):
-        match = re.fullmatch(r"monai\.networks\.nets(?:\.\w+)?[.:](\w+)", architecture)
-        name = match[1] if match else None
-    elif isinstance(architecture, dict) and str(architecture.get("import_from")).startswith("monai.networks.nets"):
-        name = str(architecture.get("callable"))
-    else:
-        name = None
+    if isinstance(architecture, dict):
+        architecture = f"{architecture.get('import_from')}.{architecture.get('callable')}"
+    match = re.fullmatch(
+        r"(?:monai\.networks\.nets(?:\.\w+)?[.:](?!\w+3D)|pytorch3dunet\.(?=\w+3D))(\w+)", str(architecture)
+    )
+    name = match[1] if match else None
     return name if name in ARCHITECTURES else None
 
 
@@ -254,13 +254,13 @@ def _read_tensor(path: Path) -> Array:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         raise UnsupportedPackage(f"{path.name} cannot be read as an array: {error}") from error
-    if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] != 1 or array.dtype.kind not in "iuf":
-        raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [1, C, z, y, x].")
+    if not isinstance(array, np.ndarray) or array.ndim != 5 or array.shape[0] < 1 or array.dtype.kind not in "iuf":
+        raise UnsupportedPackage(f"{path.name}: expected a numeric array of shape [B, C, z, y, x].")
     if array.size > MAX_TEST_VOXELS:
         raise UnsupportedPackage(
             f"{path.name}: a test array may have at most {MAX_TEST_VOXELS} elements, not {array.size}."
         )
-    return array
+    return array[:1]
 
 
 def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:

@@ -102,13 +102,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     The tensors may be stored under a common key or under the only key with tensors. Their names may have the prefix
     that `DataParallel` adds.
     """
-    content = _load_safetensors(path) if path.suffix == ".safetensors" else _load_torch_file(path)
+    content = _load_safetensors(path) if path.suffix == ".safetensors" else load_torch_file(path)
     content, keys, skipped_keys = _find_tensors(path, content)
+    return Checkpoint(get_tensors(path, content), keys, skipped_keys)
+
+
+def get_tensors(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state dict by name. Raises UnsupportedPackage if they are too large or no tensors."""
+    if not _is_state_dict(content):
+        raise UnsupportedPackage(f"{path.name} does not contain the tensors of one network.")
     # Tensors may be views that repeat stored elements, so a small file can contain large tensors.
     if sum(tensor.numel() * tensor.element_size() for tensor in content.values()) > MAX_PACKAGE_BYTES:
         raise UnsupportedPackage(f"The tensors in {path.name} take up more than {MAX_PACKAGE_BYTES} bytes in total.")
-    names = [_remove_wrappers(str(key)) for key in content]
-    return Checkpoint(dict(zip(names, content.values(), strict=True)), keys, skipped_keys)
+    return {_remove_wrappers(str(name)): tensor for name, tensor in content.items()}
 
 
 def _remove_wrappers(name: str) -> str:
@@ -125,7 +131,7 @@ def _load_safetensors(path: Path) -> Any:
         raise _make_unreadable_error(path, str(error)) from error
 
 
-def _load_torch_file(path: Path) -> Any:
+def load_torch_file(path: Path) -> Any:
     """Return the content of a `torch.save` file that holds plain data. Raises UnsupportedPackage for other files."""
     with path.open("rb") as file:
         header = file.read(len(LEGACY_TORCH_HEADER))

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
 
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.documents import read_document
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
@@ -23,11 +22,15 @@ MAX_CHANNELS = 4096
 
 
 class PackageTest(NamedTuple):
-    """A test from a package: the input [1, C, z, y, x] and the expected output [1, K, z, y, x]."""
+    """A test from a package: the input [1, C, z, y, x] and the expected output [1, K, z, y, x].
+
+    is_normalized  whether the input has already been normalized
+    """
 
     name: str
     image: Array
     expected_output: Array
+    is_normalized: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Draft:
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
-    tensors       tensors of the network, if the weights file has a format that only the reader of the package knows
+    tensors       tensors of a state dict; None to read them from `weights_path`
     """
 
     content: dict[str, Any]

@@ -26,7 +26,7 @@ from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.importers.monai import bundle
-from service.models.importers.programs import stardist
+from service.models.importers.programs import nnunet, panseg_export, plantseg, stardist
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -81,20 +81,31 @@ def _read_draft(path: Path) -> Iterator[Draft]:
     if single_file.is_supported(path):
         yield single_file.read(path)
         return
+    if plantseg.is_supported(path):
+        yield _read_with(plantseg.read_file, path)
+        return
     with unpack(path, MAX_PACKAGE_BYTES) as root:
-        readers = [importer.read for importer in (bioimageio, bundle, stardist) if importer.is_package(root)]
+        importers = (panseg_export, bioimageio, bundle, nnunet, plantseg, stardist)
+        readers = [importer.read for importer in importers if importer.is_package(root)]
         if not readers:
             raise UnsupportedPackage(
-                f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml), nor a MONAI bundle "
-                "(configs/metadata.json), nor a StarDist model (config.json, weights_best.h5). TorchScript, "
-                "torch.export and ONNX models are imported as single files."
+                f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
+                "(configs/metadata.json) nor a model of nnU-Net (plans.json), PlantSeg (best_checkpoint.pytorch) or "
+                "StarDist (config.json, weights_best.h5). TorchScript, torch.export and ONNX models are imported as "
+                "single files."
             )
-        try:
-            draft = readers[0](root)
-        except _READ_ERRORS as error:
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise UnsupportedPackage(f"The description in {path.name} is inconsistent ({reason}).") from error
-        yield draft
+        yield _read_with(readers[0], root, path.name)
+
+
+def _read_with(read: Callable[[Path], Draft], path: Path, package_name: str | None = None) -> Draft:
+    """Read a draft. Raises UnsupportedPackage if the reader raises any error for inconsistent content."""
+    try:
+        return read(path)
+    except _READ_ERRORS as error:
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnsupportedPackage(
+            f"The description in {package_name or path.name} is inconsistent ({reason})."
+        ) from error
 
 
 def _write_model_folder(
@@ -147,9 +158,7 @@ def _check_and_document(
     spec = read_spec(folder)
     network = load_network(spec)
     activation_notes = check_activation(network, spec, is_specified_by_operator="activation" not in draft.content)
-    test_notes = [
-        _run_test(network, prepare(Volume.from_array(test.image[0]), spec), spec, test) for test in draft.tests
-    ]
+    test_notes = [_run_test(network, _prepare_test(test, spec, prepare), spec, test) for test in draft.tests]
     notes = (
         *draft.notes,
         *override_notes,
@@ -159,6 +168,12 @@ def _check_and_document(
     bullets = "\n".join(f"- {note}" for note in notes)
     (folder / "README.md").write_text(f"# {spec.name}\n\n{spec.summary}\n\n{bullets}\n")
     return notes
+
+
+def _prepare_test(test: PackageTest, spec: ModelSpec, prepare: ImagePreparer) -> Tensor:
+    if test.is_normalized:
+        return torch.from_numpy(np.array(test.image, np.float32))
+    return prepare(Volume.from_array(test.image[0]), spec)
 
 
 def _apply_overrides(content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,7 +221,7 @@ def _store_weights(draft: Draft, architecture: Any, folder: Path) -> tuple[dict[
     notes = list[str]()
     if draft.kind == "state dict":
         kind, file = "safetensors", folder / "weights.safetensors"
-        all_tensors = draft.tensors or read_checkpoint(draft.weights_path).tensors
+        all_tensors = read_checkpoint(draft.weights_path).tensors if draft.tensors is None else draft.tensors
         tensors = fit_tensors(all_tensors, _read_architecture(architecture))
         if other_names := list_other_tensors(all_tensors, tensors):
             examples = ", ".join(other_names[:3])

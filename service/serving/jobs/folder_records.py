@@ -40,8 +40,8 @@ _HEAD_BYTES = 2**12
 _MAX_METADATA_BYTES = 2**20
 _TIFF_SIGNATURES = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _ZIP_SIGNATURE = b"PK\x03\x04"
-# At least one of the first names in a zip archive of an OME-Zarr image contains one of these words.
-_ZARR_NAMES = (b".zarr/", *(name.encode() for name in METADATA_NAMES))
+# At least one of the first names in a zip archive of an OME-Zarr image or of an OIF contains one of these words.
+_ARCHIVED_STACK_NAMES = (b".oif", b".zarr/", *(name.encode() for name in METADATA_NAMES))
 # The Software tag of a written TIFF, and the description for ImageJ, which images that are not results lack.
 _TIFF_RESULT_WORDS = (b"StackSeg\0", b"ImageJ=")
 _ZARR_RESULT_WORD = b"stackseg/origin"
@@ -284,7 +284,7 @@ def _is_stack(name: str, glob: str | None, open_stack: Callable[[str], AbstractC
     if head.startswith(_ZIP_SIGNATURE):
         # Archives with the suffix .zip often contain something else, such as the regions of interest of ImageJ.
         is_other_archive = name.lower().endswith(".zip") or not has_stack_suffix(name)
-        return not is_other_archive or any(word in head for word in _ZARR_NAMES)
+        return not is_other_archive or any(word in head for word in _ARCHIVED_STACK_NAMES)
     return has_stack_suffix(name)
 
 

@@ -162,7 +162,8 @@ class JobManager:
         can be read from the input, QueueFull and NotReady as in `JobQueue.offer`, and the errors of `Runtime.estimate`.
         """
         if description.problem:
-            raise BadParameter(description.problem, parameter="time", suggested={"time": "all"})
+            parameter, value = ("time", "all") if description.example_scene is None else ("scene", "0")
+            raise BadParameter(description.problem, parameter=parameter, suggested={parameter: value})
         query, runtime = request.query, self._runtime
         spec = runtime.models.get_spec(query.model)
         window_count = description.volume_count * runtime.estimate(spec, description, query.options).windows

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from service.core.errors import BadParameter, Cancelled, LowConfidenceResult
 from service.core.telemetry import Stages
-from service.core.types import Segmentation, Volume
+from service.core.types import OutputKind, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
 from service.serving.results.metadata import ResultMetadata, make_answer_name
@@ -139,8 +139,11 @@ def confirm_delivery(host_files: HostFiles, request: SegmentationRequest) -> Non
         host_files.confirm_delivery(request.query.output_to, request.caller, request.folder.name)
 
 
-def check_host_files(host_files: HostFiles, query: Query, caller: str | None) -> None:
-    """Raise BadParameter or OutputExists if the caller cannot use the files on the host that the query specifies."""
+def check_host_files(host_files: HostFiles, query: Query, caller: str | None, kind: OutputKind) -> None:
+    """Raise BadParameter or OutputExists if the caller cannot use the files on the host that the query specifies.
+
+    kind  kind of the result, which the model and the query determine
+    """
     if query.input is not None and host_files.is_folder(query.input, caller):
         _check_folder_query(query)
         return
@@ -149,14 +152,20 @@ def check_host_files(host_files: HostFiles, query: Query, caller: str | None) ->
             raise BadParameter.for_parameter(name, "this parameter is valid only if the input is a folder.")
     if query.output_to is None and query.overwrite is not None:
         raise BadParameter.for_parameter("overwrite", "this parameter is valid only together with output_to.")
-    is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller)
+    is_zarr = query.output_to is not None and _is_zarr_output(host_files, query, query.output_to, caller, kind)
     host_files.check_locations(query.input, query.output_to, caller, overwrite=bool(query.overwrite), is_zarr=is_zarr)
 
 
-def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None) -> bool:
-    """Return whether labels are written as OME-Zarr. Raises BadParameter if the suffix does not match the result."""
+def _is_zarr_output(host_files: HostFiles, query: Query, output: str, caller: str | None, kind: OutputKind) -> bool:
+    """Return whether the result is written as OME-Zarr. Raises BadParameter if it cannot be written to the location."""
     if query.measurements is None and host_files.is_zarr(output, caller):
         check_zarr_extra("output_to")
+        if kind == "probabilities" and host_files.find_image_format(output, caller) is not None:
+            raise BadParameter.for_parameter(
+                "output_to",
+                "the labels of an OME-Zarr image must be integers, not probabilities. Choose a separate store, such as"
+                " probabilities.zarr.",
+            )
         return True
     suffixes = OUTPUT_SUFFIXES[MEDIA_TYPES[query.measurements]]
     if not output.lower().endswith(suffixes):

@@ -12,7 +12,7 @@ from service.core.types import OutputKind
 STACK_SUFFIXES = (
     *(".tif", ".tiff", ".tf2", ".tf8", ".btf"),
     *(".lsm", ".stk"),
-    *(".czi", ".nd2", ".lif", ".oib", ".ims"),
+    *(".czi", ".nd2", ".lif", ".oib", ".oif.zip", ".ims"),
     *(".zarr", ".zarr.zip", ".ozx", ".zip"),
 )
 _OME_SUFFIXES = tuple(f".ome{suffix}" for suffix in STACK_SUFFIXES)

@@ -368,6 +368,18 @@ def test_job_writes_ome_zarr_even_after_a_restart(
     assert not [path for path in results.rglob("*stackseg*") if "stackseg-" in path.name]
 
 
+def test_probabilities_in_the_labels_of_an_image_are_refused_before_the_input_is_read(
+    bands_repository: Path, tmp_path: Path, roots: Any
+) -> None:
+    write_zarr(tmp_path / "results/image.ome.zarr", tifffile.imread(io.BytesIO(STACK)))
+    parameters = {"input": "results/image.ome.zarr", "output_to": "results/image.ome.zarr/labels/a"}
+    with start_service(bands_repository, tmp_path, references=roots) as service:
+        response = service.post("/jobs", b"", **parameters, output="probabilities")
+
+    assert parse_problem(response) == (422, "bad-parameter")
+    assert "must be integers, not probabilities" in response.text
+
+
 @pytest.mark.parametrize(("name", "writer"), [("labels.tif", tiff_writer), ("labels.zarr", zarr_writer)])
 def test_job_cancelled_while_writing_leaves_nothing_on_the_host(
     bands_repository: Path, tmp_path: Path, roots: Any, name: str, writer: Any, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def make_npy(array: Any) -> bytes:
 FILES = {
     "JPEG 2000 or an early Nikon ND2": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20), "File > Import > Bio-Formats"),
     "Olympus OIR": (b"OLYMPUSRAWFORMAT" + bytes(600), "bfconvert -series 0 stack.oir stack.ome.tif"),
+    "Olympus OIF": ("[Acquisition Parameters Common]".encode("utf-16"), "in a zip archive"),
     "HDF5": (b"\x89HDF\r\n\x1a\n" + bytes(900), "h5py.File"),
     "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
     "PNG": (png_encode(PLANE), "Image Sequence"),
@@ -65,6 +66,12 @@ def test_error_names_the_format_and_explains_the_conversion(name: str) -> None:
     ) as caught:
         ifd.scan(io.BytesIO(content))
     assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"not a TIFF", b"ZISRAWFOLD", b"\xda\xce\xbe\x0b"])
+def test_error_for_unknown_and_damaged_files_names_the_supported_formats(content: bytes) -> None:
+    with pytest.raises(UnsupportedMedia, match=r"damaged or has an unknown format: .*CZI, ND2, LIF, OIB or IMS file"):
+        ifd.scan(io.BytesIO(content))
 
 
 def test_suggested_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

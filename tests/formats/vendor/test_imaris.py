@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from service.core.errors import BadFile, RequestError, TooLarge
-from service.core.quantities import VoxelSize
+from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.formats.sandbox.reader import Reader
@@ -18,6 +18,13 @@ from service.formats.sandbox.reader import Reader
 h5py = pytest.importorskip("h5py")
 LIMIT = 2**28
 STACK = np.random.default_rng(0).integers(0, 60_000, (2, 3, 5, 30, 50)).astype(np.uint16)
+# Imaris writes fractions of a second only if there are any.
+DATES = ("2026-11-27 23:59:57.500", "2026-11-28 00:00:00")
+CHANNELS = (
+    {"Name": "DAPI", "Color": "0.000 0.009 1.000", "ColorMode": "BaseColor"},
+    {"Name": "(name not specified)", "Color": "1.000 -0.000 0.000"},
+    {"Name": "(name not specified)", "Color": "1.000 0.000 0.000", "ColorMode": "TableColor"},
+)
 
 
 def to_characters(text: str) -> np.ndarray:
@@ -43,8 +50,10 @@ def write_imaris(path: Path, stack: np.ndarray = STACK, attributes: dict[str, st
         for name, text in (image if attributes is None else attributes).items():
             file.require_group("DataSetInfo/Image").attrs[name] = to_characters(text)
         for channel in range(num_channels):
-            name = "(name not specified)" if channel else "DAPI"
-            file.require_group(f"DataSetInfo/Channel {channel}").attrs["Name"] = to_characters(name)
+            for name, text in CHANNELS[channel].items():
+                file.require_group(f"DataSetInfo/Channel {channel}").attrs[name] = to_characters(text)
+        for time in range(len(stack)):
+            file.require_group("DataSetInfo/TimeInfo").attrs[f"TimePoint{time + 1}"] = to_characters(DATES[time])
         for time, channel in np.ndindex(stack.shape[:2]):
             padded = np.pad(stack[time, channel], [(0, -length % 16) for length in stack.shape[2:]])
             file.create_dataset(
@@ -62,7 +71,8 @@ def test_pixels_and_metadata(reader: Reader, tmp_path: Path) -> None:
     description = reader.inspect(path, Selection(time=1))
 
     assert (description.container, description.axes, description.stored_shape) == ("Imaris IMS", "TCZYX", STACK.shape)
-    assert description.channels == ("DAPI", "", "")
+    assert (description.channels, description.colours) == (("DAPI", "", ""), ("#0002ff", "#ff0000", ""))
+    assert description.time_interval == TimeInterval(2.5, "s")
     assert description.voxel_size == pytest.approx(VoxelSize(1.5, 0.3, 0.2))
     np.testing.assert_array_equal(reader.read(path, Selection(time=1), tmp_path).read_all(), STACK[1])
     volume = stack_reader.read(path, Selection(time=0, channel="DAPI"), LIMIT)

@@ -58,8 +58,9 @@ def test_array_without_chunks_is_rejected_and_not_read_as_a_black_image(tmp_path
     store = write_zarr(tmp_path / "a.zarr", PIXELS, chunks=CHUNKS)
     shutil.rmtree(store / "0" / "c")
 
-    with pytest.raises(BadFile, match=r"none of its 24 chunks is stored, neither under names such as 0/c/0/0/0"):
-        stack_reader.read(store, Selection(), LIMIT)
+    for read in (stack_reader.read, stack_reader.inspect):
+        with pytest.raises(BadFile, match=r"none of its 24 chunks is stored, neither under names such as 0/c/0/0/0"):
+            read(store, Selection(), LIMIT)
 
 
 def test_region_without_chunks_has_the_fill_value_if_other_chunks_are_stored(tmp_path: Path) -> None:

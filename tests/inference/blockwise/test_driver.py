@@ -245,3 +245,30 @@ def test_window_limit_of_requests_does_not_apply_to_runs(tmp_path: Path, write_m
     settings = override_settings(make_settings(), "limits", {"windows": 1})
     folder = create_run(tmp_path / "run", source, spec, Options(diameter="auto"), settings)
     assert segment_blocks(folder, tmp_path / "out.zarr").shape == (20, 20, 20)
+
+
+def test_windows_of_nnunet_are_divided_like_others(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    content = detect_objects(random_nuclei_content)
+    spec = write_model(content | {"input": content["input"] | {"tiling": "nnunet"}})
+    compare(tmp_path, make_hills(SHAPE, 3), spec, Options(overlap=0.4), (1, 2, 2))
+
+
+def test_resampling_of_scores_is_not_supported(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    inputs = random_nuclei_content["input"] | {"resampling": "nnunet", "voxel_size": [1, 0.2, 0.2]}
+    spec = write_model(detect_objects(random_nuclei_content | {"input": inputs}))
+    source = write_zarr(tmp_path / "in.zarr", make_hills((20, 20, 20), 1))
+    with pytest.raises(BadParameter, match="resamples scores as nnU-Net does"):
+        create_run(tmp_path / "run", source, spec, Options(output="classes"), make_settings())
+
+
+def test_only_classes_of_boundary_models_are_supported(tmp_path: Path, write_model, random_nuclei_content) -> None:
+    pytest.importorskip("bioimage_cpp", reason="requires the extra boundaries")
+    decoding = {"kind": "boundaries", "boundary": "foreground"}
+    spec = write_model(random_nuclei_content | {"decoding": decoding})
+    pixels = make_hills((20, 20, 20), 1)
+    source = write_zarr(tmp_path / "labels.zarr", pixels, chunks=(16, 20, 24))
+    with pytest.raises(BadParameter, match="the merging of supervoxels depends on the whole stack"):
+        create_run(tmp_path / "run of labels", source, spec, Options(), make_settings())
+    compare(tmp_path, pixels, spec, Options(output="classes"))
+    attributes = zarr.open_group(tmp_path / "out.zarr", mode="r").attrs
+    assert "foreground" in str(attributes.asdict())

@@ -21,13 +21,14 @@ from service.core.types import Objects, OutputKind, Segmentation
 from service.inference.cuda.watershed import estimate_watershed_bytes
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_memory, make_decoder, split_planes
-from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.filters.fill_holes import fill_holes
+from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.streaming import Smoother, TorchWatershed
+from service.inference.decoding.streaming import TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances, Regions
 from service.training.evaluate import score
 
 Array = NDArray[Any]
@@ -412,3 +413,16 @@ def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None
     decoder.add(0, 0, smooth_scores(5))
     decoder.finish()
     assert [watershed() for watershed in references] == [None]
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "none"])
+def test_each_voxel_gets_the_class_of_the_last_region_that_contains_it(bands: ModelSpec, activation: str) -> None:
+    regions = Regions(kind="regions", classes=(1, 4, 2), threshold=0.75)
+    spec = bands.model_copy(update={"activation": activation, "decoding": regions})
+    probabilities = torch.tensor([[0.7, 0.7, 0.7], [0.8, 0, 0], [0.8, 0.8, 0], [0.8, 0.8, 0.8], [0, 0.9, 0.1]]).T
+    scores = probabilities if activation == "none" else torch.logit(probabilities)
+    decoder = make_decoder(spec, (1, 1, 5), "classes", None)
+    decoder.add(0, 0, scores[None, :, None, None])
+    result = decoder.finish()
+    assert result.pixels.ravel().tolist() == [0, 1, 4, 2, 4]
+    assert result.names == ("background", bands.outputs[0], bands.outputs[2], "class 3", bands.outputs[1])

@@ -16,7 +16,7 @@ from landscapes import CPU, Array, Size, make_hills
 from service.core.types import Objects, Segmentation
 from service.inference.cuda.watershed import DeviceWatershed
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.instances import (
     InstanceDecoder,
     compute_min_object_confidence,
@@ -26,8 +26,8 @@ from service.inference.decoding.labels import keep_objects, look_up_labels
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed import Planes
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 IMPLEMENTATIONS = ("kernel", "torch", "whole")
 

@@ -13,8 +13,8 @@ from service.core.quantities import ObjectVolume, VoxelSize
 from service.core.types import OutputKind, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.postprocessing import apply_postprocessing, check_postprocessing, compute_min_voxels
 from service.inference.preprocessing.resample import resample_segmentation
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Boundaries, Instances
 
 VOLUME = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8), VoxelSize(2, 0.5, 0.5))
 VOLUME_WITHOUT_VOXEL_SIZE = Volume.from_array(np.zeros((1, 20, 40, 40), np.uint8))
@@ -124,3 +124,15 @@ def test_options_without_effect_are_rejected(random_nuclei, bands, output: Outpu
         check_postprocessing(bands, "classes", postprocessing)
     check_postprocessing(random_nuclei, "labels", postprocessing)
     check_postprocessing(random_nuclei, "classes", PostprocessingOptions(threshold=0.4))
+
+
+def test_models_of_boundaries_support_the_minimum_size_and_border_only(random_nuclei: ModelSpec) -> None:
+    decoding = Boundaries(kind="boundaries", boundary="foreground")
+    spec = random_nuclei.model_copy(update={"decoding": decoding})
+    for postprocessing in (PostprocessingOptions(threshold=0.4), PostprocessingOptions(fill_holes=True)):
+        with pytest.raises(BadParameter, match="predicts boundaries, and supports only minimum_size and border"):
+            check_postprocessing(spec, "labels", postprocessing)
+    postprocessing = PostprocessingOptions(minimum_size=ObjectVolume(60, "px"), border="drop")
+    check_postprocessing(spec, "labels", postprocessing)
+    changed = apply_postprocessing(spec, postprocessing, VOLUME, (10, 20, 40)).decoding
+    assert changed == decoding.model_copy(update={"minimum_size": 15, "border": "drop"})

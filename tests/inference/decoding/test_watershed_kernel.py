@@ -22,8 +22,8 @@ from service.inference.decoding.watershed_kernel import (
     choose_block_voxels,
     watershed_kernel,
 )
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 PARAMETERS = WatershedParameters(0.0, 0.1, heights_are_logits=False)
 

@@ -19,8 +19,8 @@ from service.inference.diameter.estimation import (
 from service.inference.diameter.window_selection import rank_by_contrast
 from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage
 from service.inference.types import DiameterEstimate
-from service.models.decoding_spec import Instances
 from service.models.spec import Calibration, ModelSpec
+from service.models.spec_parts import Instances
 
 ROI = (32, 32, 32)
 

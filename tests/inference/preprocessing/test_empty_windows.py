@@ -29,8 +29,8 @@ from service.inference.segment import segment
 from service.inference.types import SkippedWindows
 from service.inference.windows.grid import Grid
 from service.inference.windows.sliding_window import SparseImage
-from service.models.decoding_spec import Instances
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 edges = st.integers(1, 12)
 sizes = st.tuples(edges, edges, edges)

@@ -17,7 +17,7 @@ from service.inference.preprocessing.normalize import (
     normalize_channel,
 )
 from service.inference.preprocessing.resample import prepare
-from service.models.spec import PercentileNormalization, RangeNormalization, ZScoreNormalization
+from service.models.spec_parts import PercentileNormalization, RangeNormalization, ZScoreNormalization
 
 PERCENTILE, ZSCORE = PercentileNormalization(kind="percentile"), ZScoreNormalization(kind="zscore")
 
@@ -174,3 +174,12 @@ def test_planes_are_read_once_for_several_threads():
         windows = list(pool.map(read_window, range(4)))
     assert reads == [(2, 6)]
     assert all(torch.equal(window, torch.from_numpy(pixels[:, 2:6].astype(np.float32))) for window in windows)
+
+
+def test_channels_can_be_normalized_differently(bands):
+    pixels = np.stack([make_pixels("uint16"), make_pixels("uint16")])
+    fixed = RangeNormalization(kind="range", low=100, high=300)
+    spec = replace_input(bands, channels=2, normalisation=(ZSCORE, fixed))
+    normalized = prepare(Volume.from_array(pixels), spec).image.to_tensor()[0].numpy()
+    np.testing.assert_array_equal(normalized[0], normalize_channel(pixels[0], ZSCORE))
+    np.testing.assert_array_equal(normalized[1], normalize_channel(pixels[1], fixed))

@@ -11,9 +11,9 @@ from torch.nn import functional
 from service.core.errors import BadFile, BadParameter
 from service.core.quantities import Diameter, VoxelSize
 from service.core.types import Objects, Segmentation, Volume
+from service.inference.preprocessing.interpolation import Resampling
 from service.inference.preprocessing.resample import (
     ResampledImage,
-    Resampling,
     compute_resampled_size,
     compute_working_size,
     prepare,

@@ -20,6 +20,7 @@ from service.core.sections.computing import Windows
 from service.core.sections.serving import Limits
 from service.core.types import Description, Options, Volume
 from service.inference.cuda import device_image
+from service.inference.decoding.decoders import BOUNDARY_BYTES_PER_VOXEL
 from service.inference.preprocessing.resample import prepare
 from service.inference.runner.estimator import Estimator, make_plan
 from service.inference.runner.memory_estimate import WindowMemory, estimate_request, measure_activation_bytes
@@ -28,6 +29,7 @@ from service.inference.types import Plan
 from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
+from service.models.spec_parts import Boundaries
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
 
@@ -146,6 +148,19 @@ def test_memory_is_counted_for_the_device_or_the_host(random_nuclei):
     assert host.device_bytes == 0
     assert device.device_bytes > 2 * 1000 + 4 * 32 * 64 * 64
     assert host.host_bytes > device.host_bytes > 0
+
+
+def test_boundaries_are_always_decoded_on_the_host(random_nuclei):
+    decoding = Boundaries(kind="boundaries", boundary="foreground")
+    spec = random_nuclei.model_copy(update={"decoding": decoding})
+    plan = make_plan(spec, SETTINGS, Options())
+    assert plan.output == "labels"
+    instances, boundaries = (
+        estimate_request(model, describe(32, 64, 64), plan, WindowMemory(1000, uses_host_memory=False))
+        for model in (random_nuclei, spec)
+    )
+    assert boundaries.host_bytes > BOUNDARY_BYTES_PER_VOXEL * 32 * 64 * 64 > instances.host_bytes
+    assert boundaries.device_bytes < instances.device_bytes
 
 
 def test_device_memory_does_not_grow_with_depth_if_scores_are_decoded_on_the_host(random_nuclei, monkeypatch):

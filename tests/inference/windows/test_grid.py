@@ -89,3 +89,19 @@ def test_windows_contain_every_voxel_of_the_volume(size, window, overlap):
         assert [s.stop - s.start for s in box] == [s.stop - s.start for s in targets]
         assert all(0 <= s.start < s.stop <= length for s, length in zip(targets, window, strict=True))
     assert (found > 0).all()
+
+
+@given(length=st.integers(1, 200), window_length=st.integers(1, 64), overlap=st.floats(0, 0.9))
+def test_nnunet_windows_cover_the_volume_and_overlap_equally(length, window_length, overlap):
+    grid = Grid.cover((length, 1, 1), (window_length, 1, 1), overlap, "nnunet")
+    starts = grid.starts[0]
+    steps = [after - before for before, after in itertools.pairwise(starts)]
+    assert starts[0] == 0
+    assert starts[-1] + window_length == grid.padded_size[0]
+    assert not steps or max(steps) - min(steps) <= 1
+    assert all(1 <= step <= max(window_length * (1 - overlap), 1) + 1 for step in steps)
+
+
+def test_nnunet_windows_have_the_positions_of_its_documentation():
+    """The example is from a comment in `compute_steps_for_sliding_window`."""
+    assert Grid.cover((110, 64, 64), (64, 64, 64), 0.5, "nnunet").starts[0] == (0, 23, 46)

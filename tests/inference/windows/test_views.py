@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.inference.windows.views import BEST_QUALITY_VIEWS, ViewAveragingNetwork
+from service.inference.windows.views import BEST_QUALITY_VIEWS, ViewAveragingNetwork, get_best_quality_views
 
 
 def pointwise(x: Tensor) -> Tensor:
@@ -46,3 +46,10 @@ def test_network_may_reuse_its_score_memory_and_gets_one_memory_layout() -> None
     assert torch.allclose(copy, x, atol=1e-6)
     assert torch.equal(first, copy)
     assert x.stride() in layouts
+
+
+def test_models_can_specify_the_axes_of_mirrored_views() -> None:
+    assert get_best_quality_views(None) == BEST_QUALITY_VIEWS
+    assert get_best_quality_views(()) == ((),)
+    assert get_best_quality_views(("x", "z")) == ((), (2,), (4,), (2, 4))
+    assert len(get_best_quality_views(("z", "y", "x"))) == 8

@@ -14,6 +14,13 @@ from service.models.architectures.build import ARCHITECTURES, build_network, cou
 from service.models.spec import Architecture
 
 CHANNELS = {"in_channels": 2, "out_channels": 3}
+NNUNET = {
+    "features": [4, 8],
+    "kernel_sizes": [[1, 3, 3], [3, 3, 3]],
+    "strides": [[1, 1, 1], [1, 2, 2]],
+    "num_blocks": [1, 2],
+    "num_convs": [1],
+}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "ShuffleUNet": CHANNELS | {"widths": [4, 8], "block": [1, 2, 2]},
     "UNet": CHANNELS | {"spatial_dims": 3, "channels": [4, 8], "strides": [2]},
@@ -24,6 +31,9 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "SegResNet": CHANNELS | {"spatial_dims": 3, "init_filters": 8},
     "StarDistUNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4},
     "StarDistResNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4, "n_blocks": 2},
+    "PlainConvUNet": CHANNELS | NNUNET,
+    "ResidualEncoderUNet": CHANNELS | NNUNET | {"num_folds": 2},
+    **dict.fromkeys(("UNet3D", "ResidualUNet3D", "ResidualUNetSE3D"), CHANNELS | {"f_maps": [4, 8], "num_groups": 2}),
 }
 
 
@@ -57,6 +67,17 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
         ("DynUNet", {"strides": [1, 2]}),
         ("SegResNet", {"init_filters": 7}),
         ("SegResNet", {"upsample_mode": "magic"}),
+        ("UNet3D", {"f_maps": 8, "num_levels": 10**9}),
+        ("UNet3D", {"f_maps": [8]}),
+        ("UNet3D", {"f_maps": [10**9, 8]}),
+        ("UNet3D", {"layer_order": "gr"}),
+        ("UNet3D", {"layer_order": "rc"}),
+        ("UNet3D", {"layer_order": "gcx"}),
+        ("UNet3D", {"num_groups": None}),
+        ("UNet3D", {"num_groups": 3}),
+        ("UNet3D", {"upsample": "magic"}),
+        ("UNet3D", {"conv_upscale": 3}),
+        ("ResidualUNet3D", {"upsample": "nearest"}),
         ("ShuffleUNet", {"block": [2, 2]}),
         ("ShuffleUNet", {"widths": []}),
         ("ShuffleUNet", {"widths": [-4, 8]}),

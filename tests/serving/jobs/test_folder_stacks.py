@@ -49,9 +49,10 @@ def test_stacks_are_recognized_by_suffix_or_content(tmp_path: Path) -> None:
     write_zarr(tmp_path / "folder without suffix", PIXELS)
     (tmp_path / "g.ozx").write_bytes(make_archive("zarr.json"))
     (tmp_path / "h.zip").write_bytes(make_archive("scan.ome.zarr/.zgroup", "scan.ome.zarr/.zattrs"))
+    (tmp_path / "i.zip").write_bytes(make_archive("cell.oif", "cell.oif.files/s_C001.tif"))
     (tmp_path / "RoiSet.zip").write_bytes(make_archive("0001-0012.roi", "0002-0044.roi"))
     expected = ["a.TIFF", "b.ome.tif", "c.LSM", "d.stk", "e.btf", "f.ome.zarr", "folder without suffix", "g.ozx"]
-    assert select(tmp_path) == [*expected, "h.zip", "image.dat", "without suffix"]
+    assert select(tmp_path) == [*expected, "h.zip", "i.zip", "image.dat", "without suffix"]
 
 
 def test_files_that_are_not_what_their_suffix_says_are_selected_so_that_they_are_reported(tmp_path: Path) -> None:

@@ -21,8 +21,15 @@ import { estimateQuantiles, extractPlane, paintGray } from "../volumes/slices.js
 export function createPreviews(label, previews, onselect) {
   const buttons = previews.map(({ caption }, index) => {
     const canvas = element("canvas", { width: 72, height: 54, "aria-hidden": "true" });
-    const properties = { type: "button", class: "preview", onclick: () => onselect(index) };
-    return element("button", properties, canvas, element("span", {}, ...caption));
+    const text = element("span", {}, ...caption);
+    // Long names are cut off after two lines.
+    const properties = {
+      type: "button",
+      class: "preview",
+      title: text.textContent ?? "",
+      onclick: () => onselect(index),
+    };
+    return element("button", properties, canvas, text);
   });
   drawPreviews(buttons, previews);
   return element("div", { class: "previews", role: "group", "aria-label": label }, ...buttons);

@@ -4,7 +4,6 @@ import { button, element, field } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { request } from "../core/requests.js";
 import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
-import { isSceneRequired } from "../volumes/planes.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {import("openapi").Inspection} Inspection */
@@ -197,7 +196,7 @@ export class SettingsView extends EventTarget {
   show(inspection) {
     this.inspection = inspection;
     this.settings.hidden = false;
-    const needsScene = isSceneRequired(inspection.file, this.parameters);
+    const needsScene = inspection.file.example_scene !== null;
     // The views show one time point. Select it explicitly, so that the displayed time point is also the segmented one.
     if (inspection.file.times > 1 && !this.parameters.time) this.#changeParameters({ time: "0" });
     const { file } = inspection;

@@ -148,23 +148,13 @@ export function findScene(scenes, scene) {
 }
 
 /**
- * Return whether the user has to select one of the scenes. Until then, the service describes the first scene.
- * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request that returned the description
- */
-export function isSceneRequired(file, { scene, time }) {
-  // A missing time point is a problem as well, and does not mean that the file has no default scene.
-  const isTimeMissing = file.times > 1 && !time;
-  return file.scenes.length > 0 && !scene && Boolean(file.problem) && !isTimeMissing;
-}
-
-/**
  * Return the request parameters that select the planes of one scene, channel and time point.
  * @param {import("openapi").Description} file @param {Record<string, unknown>} parameters of the request
  * @param {number | string | undefined} time time point, used if the file has more than one @param {number | string | undefined} channel index or name
  */
 export function makePlaneParameters(file, parameters, time, channel) {
   const { axes, allow_incomplete } = parameters;
-  const scene = isSceneRequired(file, parameters) ? 0 : findScene(file.scenes, parameters.scene);
+  const scene = file.example_scene ?? findScene(file.scenes, parameters.scene);
   const index = file.channels.indexOf(String(channel ?? ""));
   const timeIndex = file.times > 1 ? (time ?? 0) : undefined;
   return {

@@ -18,9 +18,9 @@ from service.core.errors import BadParameter, Cancelled, InternalError, OutOfMem
 from service.core.quantities import ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Volume
 from service.inference.decoding.decoders import make_decoder
-from service.inference.decoding.star_convex import child, decoder
-from service.inference.decoding.star_convex.child_main import Task
-from service.inference.decoding.star_convex.decoder import find_labels_at_faces
+from service.inference.decoding.external.star_convex import child, decoder
+from service.inference.decoding.external.star_convex.child_main import Task
+from service.inference.decoding.external.star_convex.decoder import find_labels_at_faces
 from service.inference.runner.callbacks import Callbacks
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment

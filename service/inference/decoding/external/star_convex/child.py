@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from service.core.errors import Cancelled, InternalError, OutOfMemory
 from service.core.types import CancellationCheck
 from service.formats.sandbox.child_process import make_child_environment, start_module
-from service.inference.decoding.star_convex.child_main import Task
+from service.inference.decoding.external.star_convex.child_main import Task
 
-MODULE = "service.inference.decoding.star_convex.child_main"
+MODULE = "service.inference.decoding.external.star_convex.child_main"
 # Interval at which the parent checks whether the request was canceled.
 POLL_SECONDS = 0.05
 

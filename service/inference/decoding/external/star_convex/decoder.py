@@ -17,11 +17,11 @@ from torch import Tensor
 from service.core.errors import OutOfStorage, TooLarge
 from service.core.quantities import Size, VoxelSize
 from service.core.types import CancellationCheck, Objects, Segmentation, choose_label_dtype, never_cancelled
+from service.inference.decoding.external.star_convex.child import RenderedObjects, render_polyhedra
+from service.inference.decoding.external.star_convex.child_main import Task
 from service.inference.decoding.labels import keep_objects
-from service.inference.decoding.star_convex.child import RenderedObjects, render_polyhedra
-from service.inference.decoding.star_convex.child_main import Task
-from service.models.decoding_spec import StarConvex
 from service.models.spec import ModelSpec
+from service.models.spec_parts import StarConvex
 
 # Number of scores next to each face of the padded volume that are never origins of polyhedra, as in StarDist.
 BORDER_SCORES = 2
@@ -49,7 +49,7 @@ class StarConvexDecoder:
         self._decoding, self._size, self._voxel_size, self._cancelled = decoding, size, voxel_size, cancelled
         self._has_logits = spec.get_activation(spec.outputs[0]) == "sigmoid"
         # The network works on a volume whose lengths are rounded up to multiples of the alignment.
-        multiples = spec.window_alignment or (1, 1, 1)
+        multiples = spec.tiling.alignment
         padded_size = [-(-length // multiple) * multiple for length, multiple in zip(size, multiples, strict=True)]
         # Scores that may be origins of polyhedra, along each axis.
         self._ranges = [

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import ndimage
 
-from service.inference.decoding.fill_holes import fill_holes
+from service.inference.decoding.filters.fill_holes import fill_holes
 
 
 def fill_holes_one_by_one(labels):

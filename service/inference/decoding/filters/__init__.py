@@ -1,0 +1,1 @@
+"""Filters of height maps and labels that decoders apply."""

@@ -1,0 +1,216 @@
+"""Parts of the schema of a model file: normalization, placement of windows, and how scores are converted to labels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+# Maximum standard deviation of Gaussian filters in voxels, because larger filters take very long.
+MAX_SIGMA = 50
+
+
+class FrozenModel(BaseModel):
+    """A part of a model file. Unknown keys are rejected."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PercentileNormalization(FrozenModel):
+    """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
+
+    kind: Literal["percentile"]
+    low: Annotated[float, Field(ge=0, le=100)] = 1.0
+    high: Annotated[float, Field(ge=0, le=100)] = 99.8
+    clip: tuple[float, float] | None = None
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError("low must be below high")
+        return self
+
+
+class ZScoreNormalization(FrozenModel):
+    """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
+
+    kind: Literal["zscore"]
+
+
+class RangeNormalization(FrozenModel):
+    """Normalization to (x - low) / (high - low) with fixed intensities, optionally clipped."""
+
+    kind: Literal["range"]
+    low: float
+    high: float
+    clip: tuple[float, float] | None = None
+
+    @model_validator(mode="after")
+    def _check_width(self) -> Self:
+        if self.low == self.high:
+            raise ValueError("low and high must differ")
+        return self
+
+
+Normalization = Annotated[
+    PercentileNormalization | ZScoreNormalization | RangeNormalization, Field(discriminator="kind")
+]
+
+
+TilingName = Literal["monai", "nnunet", "stardist"]
+
+
+class Tiling(NamedTuple):
+    """How windows are placed on a volume.
+
+    name       program whose positions and weights of windows are used. MONAI moves the last window back, so it overlaps
+               more than the others. nnU-Net and StarDist increase the overlap of all windows equally.
+    alignment  the first voxels of all windows are multiples of these numbers (z, y, x), which also divide the window
+    step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
+    """
+
+    name: TilingName = "monai"
+    alignment: tuple[int, int, int] = (1, 1, 1)
+    step: tuple[int, int, int] = (1, 1, 1)
+
+
+# Windows as MONAI places them.
+MONAI_TILING = Tiling()
+
+
+class Instances(FrozenModel):
+    """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
+
+    foreground         name of the output whose activation is the foreground probability
+    distance           name of the output with the distance to the outline of the object, in voxels or normalized
+    threshold          foreground probability above which a voxel belongs to an object
+    persistence        a maximum is merged with the higher maximum on the other side of their saddle if it rises less
+                       than this above the saddle, in units of the distance
+    minimum_size       size in voxels below which objects are dropped
+    minimum_fraction   objects are dropped if their volume is below this fraction of the volume of a sphere of diameter
+                       `input.diameter` or of a typical object in the stack, whichever is smaller
+    min_confidence     objects are dropped if the mean foreground probability of their voxels is below this value
+    min_relative_odds  an object is dropped if its odds are below this fraction of the odds of a typical object in the
+                       stack; the odds are p / (1 - p) for the mean foreground probability p; objects with p >= 0.9 are
+                       always kept
+    smoothing          number of times the distance map is averaged over neighbors, with weights 1, 2, 1 along each axis
+    border             keep or drop objects that touch a face of the volume
+    holes              keep or fill background that is enclosed by one object
+    """
+
+    kind: Literal["instances"]
+    foreground: str = "foreground"
+    distance: str = "distance"
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    persistence: Annotated[float, Field(ge=0)] = 0.1
+    minimum_size: Annotated[int, Field(ge=0)] = 16
+    minimum_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    min_relative_odds: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    smoothing: Annotated[int, Field(ge=0, le=16)] = 0
+    border: Literal["keep", "drop"] = "keep"
+    holes: Literal["keep", "fill"] = "keep"
+
+
+class Rays(FrozenModel):
+    """Directions in which the distance from a voxel to the outline of its object is predicted.
+
+    kind        golden-spiral: points on a spiral around a sphere, as in `stardist.Rays_GoldenSpiral`
+    count       number of directions
+    anisotropy  factors (z, y, x) by which the directions are divided, so that they are evenly distributed over objects
+                in a stack of anisotropic voxels; None: (1, 1, 1)
+    """
+
+    kind: Literal["golden-spiral"] = "golden-spiral"
+    count: Annotated[int, Field(ge=4, le=1024)]
+    anisotropy: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+
+
+class StarConvex(FrozenModel):
+    """Parameters of the decoding of star-convex polyhedra with non-maximum suppression, as in StarDist.
+
+    The first output is the object probability. The other outputs are the distances to the outline of the object along
+    the rays, in voxels. The outputs may be coarser than the image.
+
+    rays            directions of the distances
+    grid            number of voxels along (z, y, x) that one score stands for
+    threshold       object probability above which a voxel is a candidate for the origin of a polyhedron
+    nms_threshold   a polyhedron is suppressed if a more probable one shares more than this fraction of the smaller one
+    minimum_size    size in voxels below which objects are dropped
+    min_confidence  objects are dropped if the probability of their polyhedron is below this value
+    border          keep or drop objects that touch a face of the volume
+    """
+
+    kind: Literal["star-convex"]
+    rays: Rays
+    grid: tuple[PositiveInt, PositiveInt, PositiveInt] = (1, 1, 1)
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    nms_threshold: Annotated[float, Field(ge=0, le=1)] = 0.4
+    minimum_size: Annotated[int, Field(ge=0)] = 0
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    border: Literal["keep", "drop"] = "keep"
+
+
+class Classes(FrozenModel):
+    """One class per voxel: the output with the highest score. The first output is the background."""
+
+    kind: Literal["classes"]
+
+
+class Regions(FrozenModel):
+    """Overlapping regions, one per output: each voxel gets the class of the last region that contains it.
+
+    classes    class of each region, in the order of the outputs; voxels outside all regions are background, class 0
+    threshold  probability above which a voxel belongs to a region
+    """
+
+    kind: Literal["regions"]
+    classes: Annotated[tuple[Annotated[PositiveInt, Field(le=255)], ...], Field(min_length=1)]
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
+class Boundaries(FrozenModel):
+    """Parameters of boundary decoding: a watershed to supervoxels, which are then merged to objects.
+
+    Every voxel belongs to an object. The defaults are those of PanSeg.
+
+    boundary                 name of the output whose activation is the boundary probability
+    agglomeration            how supervoxels are merged: by solving a multicut, by GASP with the mean boundary
+                             probability as linkage, by the mutex watershed, or not at all
+    beta                     bias of the merging from 0 (few, large objects) to 1 (many, small objects)
+    watershed_threshold      boundary probability above which a voxel is a boundary in the distance transform
+    watershed_sigma          standard deviation of the Gaussian filter of the distances, whose maxima become
+                             supervoxels, in voxels
+    watershed_weight_sigma   standard deviation of the Gaussian filter of the boundary probability that is flooded
+    watershed_alpha          weight of the boundary probability among the heights that are flooded; the rest is the
+                             weight of the inverted distances
+    watershed_minimum_size   size in voxels below which supervoxels are merged with their neighbors
+    watershed_stacked        whether each plane is flooded on its own, for stacks with a large distance between planes
+    minimum_size             size in voxels below which objects are merged with their neighbors
+    border                   keep or drop objects that touch a face of the volume
+    background               keep all objects, or drop the largest object, which is the background
+    """
+
+    kind: Literal["boundaries"]
+    boundary: str = "boundary"
+    agglomeration: Literal["multicut", "gasp", "mutex_watershed", "none"] = "gasp"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.6
+    watershed_threshold: Annotated[float, Field(ge=0, le=1)] = 0.5
+    watershed_sigma: Annotated[float, Field(ge=0, le=MAX_SIGMA)] = 1.0
+    watershed_weight_sigma: Annotated[float, Field(ge=0, le=MAX_SIGMA)] = 2.0
+    watershed_alpha: Annotated[float, Field(ge=0, le=1)] = 1.0
+    watershed_minimum_size: Annotated[int, Field(ge=0)] = 100
+    watershed_stacked: bool = False
+    minimum_size: Annotated[int, Field(ge=0)] = 100
+    border: Literal["keep", "drop"] = "keep"
+    background: Literal["keep", "drop_largest"] = "keep"
+
+
+Decoding = Annotated[Instances | Classes | Regions | Boundaries | StarConvex, Field(discriminator="kind")]
+
+
+def get_probability_output(decoding: FrozenModel) -> str | None:
+    """Return the name of the output whose activation must be a probability; None if the decoding compares outputs."""
+    if isinstance(decoding, Instances):
+        return decoding.foreground
+    return decoding.boundary if isinstance(decoding, Boundaries) else None
