@@ -242,7 +242,7 @@ class AsyncJob:
         step: tuple[int, int, int] = (1, 1, 1),
         time: int | None = None,
     ) -> NDArray[Any]:
-        """Return planes of the labels of a finished job, up to 32 MiB, without downloading the rest."""
+        """Return the planes `start` to `stop` of the labels of a finished job, up to 32 MiB, in the order Z, Y, X."""
         return await self._client._run(
             operations.get_planes(self.id, **{"from": start, "to": stop}, axis=axis, step=step, time=time)
         )

@@ -14,6 +14,8 @@ import numpy as np
 import tifffile
 from numpy.typing import DTypeLike, NDArray
 
+from stackseg_client.errors import StackChanged
+
 # Size of the blocks in which bodies are read and sent.
 BLOCK_BYTES = 2**20
 # Maximum size of the pixels in a classic TIFF, which has 32-bit offsets. The remaining bytes are for the tags.
@@ -53,25 +55,23 @@ class Body(Protocol):
 
 @dataclass(frozen=True)
 class FileBody:
-    """A file on disk."""
+    """A file on disk, whose size must not change."""
 
     path: Path
+    nbytes: int
 
     @property
     def name(self) -> str:
         """The name of the file without its folder."""
         return self.path.name
 
-    @property
-    def nbytes(self) -> int:
-        """The current size of the file."""
-        return self.path.stat().st_size
-
     def read_blocks(self) -> Iterator[bytes]:
-        """Read the file block by block."""
+        """Read the file block by block. Raises StackChanged if it is shorter or longer than before."""
         with self.path.open("rb", buffering=0) as file:
-            while block := file.read(BLOCK_BYTES):
-                yield block
+            for position in range(0, self.nbytes, BLOCK_BYTES):
+                yield file.read(min(BLOCK_BYTES, self.nbytes - position))
+            if file.tell() != self.nbytes or file.read(1):
+                raise StackChanged(f"{self.path} changed while it was sent. Send it again when it is complete.")
 
 
 @dataclass(frozen=True)
@@ -137,21 +137,8 @@ def make_body(source: Source) -> Body:
                 f"{path} is a folder. Use segment_folder() for a folder of stacks, pass an OME-Zarr as a zip file or"
                 " as an array, or name a folder on the host of the server with input=."
             )
-        return FileBody(path)
+        return FileBody(path, path.stat().st_size)
     return ArrayBody(source)
-
-
-def guess_axes(source: Source, axes: str | None) -> str | None:
-    """Return the axes of an array with two or three dimensions, which are YX or ZYX unless the caller specifies others.
-
-    Raises ValueError if an array has more dimensions and no axes. Axes of files are read by the server.
-    """
-    if axes is not None or isinstance(source, str | bytes | os.PathLike):
-        return axes
-    if len(source.shape) > 3:
-        shape = " x ".join(map(str, source.shape))
-        raise ValueError(f"An array of {shape} needs axes=, one letter of TZCYXS per dimension, such as axes='TZCYX'.")
-    return "ZYX"[-len(source.shape) :]
 
 
 def _split(view: memoryview) -> Iterator[memoryview]:
@@ -215,12 +202,15 @@ class _SparseFile(io.RawIOBase):
 def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
     """Return the bytes of an uncompressed TIFF before and after its pixels.
 
-    The TIFF has one page per plane [Y, X], and records the shape as tifffile does.
+    The TIFF has one page per plane [Y, X], and records the shape as tifffile does. Arrays with up to three dimensions
+    have the axes ZYX.
     """
     file, nbytes = _SparseFile(), math.prod(shape) * dtype.itemsize
     is_big = nbytes > MAX_CLASSIC_TIFF_BYTES
     with tifffile.TiffWriter(cast(BinaryIO, file), byteorder="<", bigtiff=is_big) as writer:
         options: dict[str, Any] = {"photometric": "minisblack", "software": False, "returnoffset": True}
+        if len(shape) <= 3:
+            options["metadata"] = {"axes": "ZYX"[-len(shape) :]}
         offset, _ = writer.write(shape=shape, dtype=dtype, contiguous=True, **options) or (0, 0)
     if len(file.head) > offset or file.gap_end != offset + nbytes:
         raise RuntimeError(f"tifffile {tifffile.__version__} is not supported. Write the array to a TIFF file first.")

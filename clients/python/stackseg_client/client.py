@@ -85,7 +85,7 @@ class Client:
 
         Args:
             source: path of a file, which is read block by block; the content of a file; or an array, whose axes are ZYX
-                unless `axes` specifies others
+                unless `axes` specifies others; arrays with more dimensions need `axes`
             save_to: file for the labels: `.tif`, `.npy` (memory-mapped by `Result.labels`), `.nii.gz` or `.ozx`
                 (OME-Zarr); with `table`, the table is saved next to it as `.csv`
             table: whether to measure the objects
@@ -310,7 +310,7 @@ class Job:
         step: tuple[int, int, int] = (1, 1, 1),
         time: int | None = None,
     ) -> NDArray[Any]:
-        """Return planes of the labels of a finished job, up to 32 MiB, without downloading the rest.
+        """Return the planes `start` to `stop` of the labels of a finished job, up to 32 MiB, in the order Z, Y, X.
 
         >>> job = client.submit("sample.tif")
         >>> labels = job.result().labels

@@ -3,6 +3,7 @@
 StackSegError
     ConnectionFailed        the server cannot be reached, or the connection was lost
     InvalidResponse         the response is not from a StackSeg server, or not the expected one
+    StackChanged            the file of a stack changed while it was sent
     ServiceNotStarted       `local()` cannot start a server
     ProblemError            the server answered with an error
         RequestError        the request has to be changed
@@ -45,6 +46,10 @@ class ConnectionFailed(StackSegError):
 
 class InvalidResponse(StackSegError):
     """The response is not from a StackSeg server, or has another format than the client requested."""
+
+
+class StackChanged(StackSegError):
+    """The file of a stack changed while it was sent."""
 
 
 class ServiceNotStarted(StackSegError):

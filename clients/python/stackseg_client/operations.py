@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from numpy.typing import NDArray
 
-from stackseg_client.bodies import Body, Source, guess_axes, make_body
+from stackseg_client.bodies import Body, Source, make_body
 from stackseg_client.errors import ConnectionFailed, ProblemError, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (
@@ -238,13 +238,10 @@ def _send_stack(
     """Return the operation that sends a stack or, if there is none, selects one on the server."""
     if (source is None) == (parameters.get("input") is None and parameters.get("stack") is None):
         raise TypeError("Pass either a stack, or one of input= and stack=, which select a stack on the server.")
-    if source is None:
-        body, axes = None, parameters.get("axes")
-    else:
-        body, axes = make_body(source), guess_axes(source, parameters.get("axes"))
-    query = encode_parameters({**parameters, "axes": axes, "measurements": "zip" if table else None})
-    headers = {}
-    if body is not None:
+    query, body = encode_parameters({**parameters, "measurements": "zip" if table else None}), None
+    headers: dict[str, str] = {}
+    if source is not None:
+        body = make_body(source)
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(body.nbytes)}
         if name or body.name:
             headers["X-Filename"] = quote(name or body.name, safe="")

@@ -8,9 +8,9 @@ import json
 import os
 import re
 import shutil
-import tempfile
-from collections.abc import Mapping
-from contextlib import ExitStack
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -93,10 +93,10 @@ class Result:
         points have a first axis T. Labels in an `.npy` file are memory-mapped, and all others are decoded on the first
         access. Raises ValueError if the result has no labels that this client can read.
         """
-        if self.path is not None and self.path.suffix == ".npy":
+        if self.path is not None and self.path.suffix.lower() == ".npy":
             mapped: NDArray[Any] = np.load(self.path, mmap_mode="r")
             return mapped
-        if self.path is not None and self.path.suffix not in {".tif", ".tiff"}:
+        if self.path is not None and self.path.suffix.lower() not in {".tif", ".tiff"}:
             raise ValueError(f"Read {self.path} with a library for its format, or save the result as .tif or .npy.")
         if self.path is None and not self._content:
             raise ValueError("The server saved this result on its own host: see `saved`.")
@@ -119,21 +119,21 @@ class ResultReceiver:
     def __init__(self, headers: Mapping[str, str], save_to: Path | None) -> None:
         self._headers, self._save_to = headers, save_to
         self._media_type = headers.get("Content-Type", "").partition(";")[0].strip()
-        expected = {_JSON, _ZIP, _TIFF} if save_to is None else {_JSON, _ZIP, MEDIA_TYPES[get_suffix(save_to)]}
-        if self._media_type not in expected:
+        expected = _TIFF if save_to is None else MEDIA_TYPES[get_suffix(save_to)]
+        if self._media_type not in {expected, _JSON, _ZIP if expected == _TIFF else ""}:
             raise InvalidResponse(
-                f"The server sent {self._media_type or 'a result without Content-Type'} instead of"
-                f" {' or '.join(sorted(expected - {_JSON}))}. Results with several time points, and probabilities, can"
-                " be saved as .tif or .npy."
+                f"The server sent {self._media_type or 'a result without Content-Type'} instead of {expected}. Results"
+                " with several time points, and probabilities, can be saved as .tif or .npy."
             )
         self._resources = ExitStack()
         self._file: BinaryIO = io.BytesIO()
         self._part: Path | None = None
         if save_to is not None and self._media_type != _JSON:
             save_to.parent.mkdir(parents=True, exist_ok=True)
-            folder = tempfile.TemporaryDirectory(prefix=f".{save_to.name}-", dir=save_to.parent)
-            self._part = Path(self._resources.enter_context(folder), "part")
-            self._file = self._resources.enter_context(self._part.open("w+b"))
+            self._part = save_to.with_name(f".{save_to.name}-{uuid.uuid4().hex}")
+            self._file = self._part.open("xb")
+            self._resources.callback(self._part.unlink, missing_ok=True)
+            self._resources.callback(self._file.close)
 
     def write(self, block: bytes) -> None:
         """Add a block of the response."""
@@ -148,29 +148,40 @@ class ResultReceiver:
             return Result(**metadata, saved=json.loads(content))
         table = None
         if self._media_type == _ZIP:
-            content, table = self._unpack(self._part or io.BytesIO(content))
+            content, table_content = self._unpack(content)
+            table = _parse_table(table_content)
         if self._save_to is not None and self._part is not None:
-            part = _convert_to_npy(self._part) if self._save_to.suffix == ".npy" else self._part
-            part.replace(self._save_to)
+            if self._save_to.suffix.lower() == ".npy":
+                with self._replace_part() as path:
+                    _decode_tiff(self._part, path)
+            self._part.replace(self._save_to)
         return Result(**metadata, table=table, path=self._save_to, _content=content)
 
     def close(self) -> None:
         """Delete an incomplete file."""
         self._resources.close()
 
-    def _unpack(self, source: Path | BinaryIO) -> tuple[bytes, Table]:
-        """Extract labels and table from an archive. Replace an archive on disk by the labels."""
-        with ZipFile(source) as archive:
-            table_bytes = archive.read(_TABLE_FILE)
-            if self._part is None or self._save_to is None:
-                return archive.read(_LABELS_FILE), _parse_table(table_bytes)
-            labels_path = self._part.with_name(_LABELS_FILE)
-            with archive.open(_LABELS_FILE) as member, labels_path.open("wb") as file:
+    @contextmanager
+    def _replace_part(self) -> Iterator[Path]:
+        """Yield the path of a new file, which replaces the part file at the end."""
+        assert self._part is not None  # noqa: S101 - for type checkers
+        path = self._part.with_name(f"{self._part.name}-new")
+        self._resources.callback(path.unlink, missing_ok=True)
+        yield path
+        path.replace(self._part)
+
+    def _unpack(self, content: bytes) -> tuple[bytes, bytes]:
+        """Extract labels and table from an archive. Replace an archive on disk by the labels, and save the table."""
+        if self._part is None or self._save_to is None:
+            with ZipFile(io.BytesIO(content)) as archive:
+                return archive.read(_LABELS_FILE), archive.read(_TABLE_FILE)
+        with self._replace_part() as path, ZipFile(self._part) as archive:
+            table_content = archive.read(_TABLE_FILE)
+            with archive.open(_LABELS_FILE) as member, path.open("wb") as file:
                 shutil.copyfileobj(member, file, 2**20)
-        labels_path.replace(self._part)
-        name = self._save_to.name.removesuffix(get_suffix(self._save_to))
-        self._save_to.with_name(f"{name}.csv").write_bytes(table_bytes)
-        return b"", _parse_table(table_bytes)
+        stem = self._save_to.name[: -len(get_suffix(self._save_to))]
+        self._save_to.with_name(f"{stem}.csv").write_bytes(table_content)
+        return b"", table_content
 
 
 def get_suffix(path: Path) -> str:
@@ -221,12 +232,6 @@ def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[A
         series.asarray(out=array.reshape(series.shape), maxworkers=MAX_THREADS)
         array.flush()
         return array
-
-
-def _convert_to_npy(part: Path) -> Path:
-    target = part.with_name("labels.npy")
-    _decode_tiff(part, target)
-    return target
 
 
 def _parse_table(content: bytes) -> Table:

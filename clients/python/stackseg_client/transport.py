@@ -46,8 +46,6 @@ def translate_errors(url: str) -> Iterator[None]:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
         raise ConnectionFailed(f"{url} cannot be reached: {error}. Is the server running?") from error
-    except httpx2.LocalProtocolError as error:
-        raise InvalidResponse(f"The stack changed while it was sent: {error}") from error
     except httpx2.TransportError as error:
         reason = f"{type(error).__name__} {error}".strip()
         raise ConnectionFailed(f"The connection to {url} was lost: {reason}.", is_sent=True) from error

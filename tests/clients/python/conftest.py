@@ -1,8 +1,9 @@
-"""A real server with the bundled nuclei model, and clients for it."""
+"""Real servers with a small model of classes and with the bundled model of nuclei, and clients for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from live import LiveServer, eager_settings, serve
@@ -11,20 +12,21 @@ from stackseg_client import Client
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[LiveServer]:
-    settings = eager_settings(
-        ROOT / "models", models={"serve": ["nuclei"]}, limits={"cache_bytes": 2**26}, engine={"kind": "auto"}
-    )
+def nuclei_url() -> Iterator[str]:
+    """URL of a server with the bundled model, which finds objects."""
+    settings = eager_settings(ROOT / "models", models={"serve": ["nuclei"]}, engine={"kind": "auto"})
     with serve(settings) as live:
-        yield live
+        yield f"http://{live.host}:{live.port}"
 
 
 @pytest.fixture(scope="session")
-def url(server: LiveServer) -> str:
-    return f"http://{server.host}:{server.port}"
+def server(bands_repository: Path) -> Iterator[LiveServer]:
+    """A server with the model `bands`, which returns classes."""
+    with serve(eager_settings(bands_repository)) as live:
+        yield live
 
 
 @pytest.fixture
-def client(url: str) -> Iterator[Client]:
-    with Client(url) as client:
+def client(server: LiveServer) -> Iterator[Client]:
+    with Client(f"http://{server.host}:{server.port}") as client:
         yield client

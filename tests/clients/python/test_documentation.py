@@ -30,24 +30,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_examples_in_docstrings_print_what_they_say(folder: Path, client: Client, url: str) -> None:
-    names = {"client": client, "url": url, "stack": tifffile.imread("sample.tif")}
+def test_examples_in_docstrings_print_what_they_say(folder: Path, nuclei_url: str) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
-    for name in MODULES:
-        for example in doctest.DocTestFinder(exclude_empty=True).find(importlib.import_module(name), extraglobs=names):
-            runner.run(example)
+    with Client(nuclei_url) as client:
+        names = {"client": client, "url": nuclei_url, "stack": tifffile.imread("sample.tif")}
+        for module in map(importlib.import_module, MODULES):
+            for example in doctest.DocTestFinder().find(module, extraglobs=names):
+                runner.run(example)
     assert runner.tries > 25
     assert runner.failures == 0
 
 
-def test_examples_in_the_readme_run(folder: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_in_the_readme_run(folder: Path, nuclei_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 5
     names: dict[str, object] = {}
     for block in blocks:
         # The docstring of `local` has the same example.
         if "local(" not in block:
-            exec(block.replace("http://localhost:8000", url), names)
+            exec(block.replace("http://localhost:8000", nuclei_url), names)
     printed = capsys.readouterr().out
     for text in ("(32, 96, 96) 16 (0.5, 0.2, 0.2)", "Inspection(axes='ZYX'", "done 100%", "1 of 1: stacks/a.tif"):
         assert text in printed
