@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import httpx2
@@ -156,9 +155,9 @@ class AsyncClient:
         """Return the models of the server."""
         return await self._run(operations.list_models())
 
-    async def download_sample(self, model: str, save_to: SavePath) -> Path:
-        """Save the sample stack of a model, to try the server without own data."""
-        return await self._run(operations.download_sample(model, save_to))
+    async def sample(self, model: str) -> bytes:
+        """Return the sample stack of a model, a TIFF, to try the server without own data."""
+        return await self._run(operations.download_sample(model))
 
     async def _run(self, operation: Operation[T]) -> T:
         """Perform an operation, and repeat it if the server is busy or cannot be reached."""

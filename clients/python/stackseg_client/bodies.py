@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import io
+import json
 import math
 import os
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
-import tifffile
 from numpy.typing import DTypeLike, NDArray
 
 from stackseg_client.errors import StackChanged
 
 # Size of the blocks in which bodies are read and sent.
 BLOCK_BYTES = 2**20
-# Maximum size of the pixels in a classic TIFF, which has 32-bit offsets. The remaining bytes are for the tags.
-MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26
+# Size of the header of a BigTIFF, and types of tags.
+_HEADER_BYTES = 16
+_ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 # Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
 _DTYPE_KINDS = "biuf"
 
@@ -163,55 +164,48 @@ def _read_slabs(array: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> I
             yield np.ascontiguousarray(slab, dtype=dtype)
 
 
-class _SparseFile(io.RawIOBase):
-    """A file in memory that stores the bytes before and after one gap, which is skipped with `seek`."""
-
-    def __init__(self) -> None:
-        self.head, self.tail = bytearray(), bytearray()
-        self.gap_end: int | None = None
-        self._position = 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        end = len(self.head) if self.gap_end is None else self.gap_end + len(self.tail)
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: end}[whence]
-        return self._position
-
-    def write(self, data: Any, /) -> int:
-        length = memoryview(data).nbytes
-        if self.gap_end is None and self._position > len(self.head):
-            # The last byte of the gap.
-            self.gap_end = self._position + length
-        elif self.gap_end is None or self._position < self.gap_end:
-            self.head[self._position : self._position + length] = data
-        else:
-            start = self._position - self.gap_end
-            self.tail[start : start + length] = data
-        self._position += length
-        return length
-
-
 def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
-    """Return the bytes of an uncompressed TIFF before and after its pixels.
+    """Return the bytes of an uncompressed BigTIFF before and after its pixels.
 
-    The TIFF has one page per plane [Y, X], and records the shape as tifffile does. Arrays with up to three dimensions
-    have the axes ZYX.
+    The TIFF has one page per plane [Y, X], which is one strip. The description of the first page has the shape in the
+    format of tifffile, and the axes ZYX if there are up to three dimensions.
     """
-    file, nbytes = _SparseFile(), math.prod(shape) * dtype.itemsize
-    is_big = nbytes > MAX_CLASSIC_TIFF_BYTES
-    with tifffile.TiffWriter(cast(BinaryIO, file), byteorder="<", bigtiff=is_big) as writer:
-        options: dict[str, Any] = {"photometric": "minisblack", "software": False, "returnoffset": True}
-        if len(shape) <= 3:
-            options["metadata"] = {"axes": "ZYX"[-len(shape) :]}
-        offset, _ = writer.write(shape=shape, dtype=dtype, contiguous=True, **options) or (0, 0)
-    if len(file.head) > offset or file.gap_end != offset + nbytes:
-        raise RuntimeError(f"tifffile {tifffile.__version__} is not supported. Write the array to a TIFF file first.")
-    return bytes(file.head).ljust(offset, b"\0"), bytes(file.tail)
+    *leading, height, width = shape
+    count, page_bytes = math.prod(leading), height * width * dtype.itemsize
+    start = _HEADER_BYTES + count * page_bytes + count * page_bytes % 2
+    metadata = {"shape": shape} | ({"axes": "ZYX"[-len(shape) :]} if len(shape) <= 3 else {})
+    description = json.dumps(metadata).encode() + b"\0"
+    sample_format = "uif".index(dtype.kind) + 1
+    tags = [
+        (256, _LONG, 1, width),
+        (257, _LONG, 1, height),
+        (258, _SHORT, 1, 8 * dtype.itemsize),
+        (259, _SHORT, 1, 1),  # no compression
+        (262, _SHORT, 1, 1),  # 0 is black
+        (270, _ASCII, len(description), start),
+        (273, _LONG8, 1, _HEADER_BYTES),
+        (277, _SHORT, 1, 1),  # samples per pixel
+        (278, _LONG, 1, height),  # rows per strip
+        (279, _LONG8, 1, page_bytes),
+        (339, _SHORT, 1, sample_format),
+    ]
+    first_start = start + len(description) + len(description) % 2
+    first = _make_directories(tags, 1)
+    others = _make_directories([tag for tag in tags if tag[0] != 270], count - 1)
+    others_start = first_start + first.nbytes
+    # The tag 273 of each page.
+    others["tags"]["value"][:, 5] += page_bytes * np.arange(1, count, dtype=np.uint64)
+    others["next"] = others_start + others.itemsize * np.arange(1, count)
+    # The last directory has no successor.
+    first["next"], others["next"][-1:] = others_start if count > 1 else 0, 0
+    header = struct.pack("<2sHHHQ", b"II", 43, 8, 0, first_start)
+    parts = bytes(start - _HEADER_BYTES - count * page_bytes), description.ljust(first_start - start, b"\0")
+    return header, b"".join([*parts, first.tobytes(), others.tobytes()])
+
+
+def _make_directories(tags: list[tuple[int, int, int, int]], count: int) -> NDArray[np.void]:
+    """Return the directories of pages with the same tags, each of which has a number, type, length and value."""
+    tag_dtype = np.dtype([("number", "<u2"), ("type", "<u2"), ("length", "<u8"), ("value", "<u8")])
+    directories = np.zeros(count, [("count", "<u8"), ("tags", tag_dtype, len(tags)), ("next", "<u8")])
+    directories["count"], directories["tags"] = len(tags), np.array(tags, tag_dtype)
+    return directories

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import httpx2
@@ -204,13 +203,13 @@ class Client:
         """
         return self._run(operations.list_models())
 
-    def download_sample(self, model: str, save_to: SavePath) -> Path:
-        """Save the sample stack of a model, to try the server without own data.
+    def sample(self, model: str) -> bytes:
+        """Return the sample stack of a model, a TIFF, to try the server without own data.
 
-        >>> client.download_sample("nuclei", "nuclei.tif").stat().st_size
-        1857145
+        >>> client.segment(client.sample("nuclei")).objects
+        77
         """
-        return self._run(operations.download_sample(model, save_to))
+        return self._run(operations.download_sample(model))
 
     def _run_folder(
         self, items: list[FolderItem], concurrency: int, parameters: Parameters, *, table: bool, overwrite: bool

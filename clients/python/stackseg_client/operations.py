@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -17,16 +18,16 @@ from stackseg_client.bodies import Body, Source, make_body
 from stackseg_client.errors import ConnectionFailed, ProblemError, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (
+    ContentReceiver,
     EventParser,
     Inspection,
     JobReport,
-    JsonReceiver,
     Model,
-    PlanesReceiver,
     Stack,
     parse_inspection,
     parse_job,
     parse_models,
+    parse_planes,
     parse_stack,
 )
 from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePath, get_suffix
@@ -179,9 +180,9 @@ def check_ready() -> Operation[None]:
     return Operation("GET", "/health/ready", _receive_json(_ignore))
 
 
-def download_sample(model: str, save_to: SavePath) -> Operation[Path]:
+def download_sample(model: str) -> Operation[bytes]:
     """`GET /models/{name}/sample`."""
-    return Operation("GET", f"/models/{quote(model, safe='')}/sample", lambda _headers: _FileReceiver(Path(save_to)))
+    return Operation("GET", f"/models/{quote(model, safe='')}/sample", lambda _headers: ContentReceiver(bytes))
 
 
 def get_job(job_id: str) -> Operation[JobReport]:
@@ -208,21 +209,11 @@ def download_result(job_id: str, save_to: SavePath | None) -> Operation[Result]:
 
 def get_planes(job_id: str, **parameters: Any) -> Operation[NDArray[Any]]:
     """`GET /jobs/{job}/planes`."""
-    return Operation("GET", f"{_job_path(job_id)}/planes", PlanesReceiver, encode_parameters(parameters))
 
+    def receive(headers: Mapping[str, str]) -> Receiver[NDArray[Any]]:
+        return ContentReceiver(partial(parse_planes, headers=headers))
 
-class _FileReceiver:
-    def __init__(self, path: Path) -> None:
-        self._path, self._file = path, path.open("wb")
-
-    def write(self, block: bytes) -> None:
-        self._file.write(block)
-
-    def finish(self) -> Path:
-        return self._path
-
-    def close(self) -> None:
-        self._file.close()
+    return Operation("GET", f"{_job_path(job_id)}/planes", receive, encode_parameters(parameters))
 
 
 def _send_stack(
@@ -255,7 +246,7 @@ def _receive_result(save_to: SavePath | None) -> Callable[[Mapping[str, str]], R
 
 
 def _receive_json(parse: Callable[[Any], T]) -> Callable[[Mapping[str, str]], Receiver[T]]:
-    return lambda _headers: JsonReceiver(parse)
+    return lambda _headers: ContentReceiver(lambda content: parse(json.loads(content or b"null")))
 
 
 def _ignore(_raw: Any) -> None:

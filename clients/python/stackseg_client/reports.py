@@ -108,10 +108,10 @@ class Stack:
     nbytes: int
 
 
-class JsonReceiver(Generic[T]):
-    """Receives a JSON response and converts it with `parse`. Raises InvalidResponse for other responses."""
+class ContentReceiver(Generic[T]):
+    """Receives a response in memory, and converts its content with `parse`. Raises InvalidResponse if that fails."""
 
-    def __init__(self, parse: Callable[[Any], T]) -> None:
+    def __init__(self, parse: Callable[[bytearray], T]) -> None:
         self._parse, self._content = parse, bytearray()
 
     def write(self, block: bytes) -> None:
@@ -119,33 +119,12 @@ class JsonReceiver(Generic[T]):
         self._content += block
 
     def finish(self) -> T:
-        """Return the converted response."""
+        """Return the converted content."""
         try:
-            return self._parse(json.loads(self._content or b"null"))
+            return self._parse(self._content)
         except (ValueError, KeyError, TypeError) as error:
             quoted = bytes(self._content[:200]).decode("utf-8", "replace")
             raise InvalidResponse(f"This is not a response of a StackSeg server: {quoted}") from error
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class PlanesReceiver:
-    """Receives the pixel values of planes."""
-
-    def __init__(self, headers: Mapping[str, str]) -> None:
-        self._headers, self._content = headers, bytearray()
-
-    def write(self, block: bytes) -> None:
-        """Add a block of the response."""
-        self._content += block
-
-    def finish(self) -> NDArray[Any]:
-        """Return the planes [plane, row, column]."""
-        shape = [int(length) for length in self._headers["X-StackSeg-Shape"].split(",")]
-        return np.frombuffer(self._content, np.dtype(self._headers["X-StackSeg-Dtype"]).newbyteorder("<")).reshape(
-            shape
-        )
 
     def close(self) -> None:
         """Nothing to release."""
@@ -161,6 +140,12 @@ class EventParser:
         """Return the reports of all events that this block completes."""
         *lines, self._rest = (self._rest + block).split(b"\n")
         return [parse_job(json.loads(line[5:])) for line in lines if line.startswith(b"data:")]
+
+
+def parse_planes(content: bytearray, headers: Mapping[str, str]) -> NDArray[Any]:
+    """Return the voxels of a part of a volume, in the order Z, Y, X."""
+    shape = [int(length) for length in headers["X-StackSeg-Shape"].split(",")]
+    return np.frombuffer(content, np.dtype(headers["X-StackSeg-Dtype"]).newbyteorder("<")).reshape(shape)
 
 
 def parse_job(raw: dict[str, Any]) -> JobReport:
