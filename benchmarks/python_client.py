@@ -100,7 +100,7 @@ def main() -> None:
             for kind in ("file", "array"):
                 code = SUBMIT_LARGE.replace("{shape}", str(LARGE_SHAPE))
                 command = [sys.executable, "-c", code, str(large), f"http://127.0.0.1:{port}", kind]
-                seconds, peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+                seconds, peak = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
                 print(f"| {kind} | {float(seconds):.1f} | {int(peak) / 1e6:.0f} |", flush=True)
 
 

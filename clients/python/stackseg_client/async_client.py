@@ -127,7 +127,8 @@ class AsyncClient:
                 if item.labels_path.exists() and not overwrite_labels:
                     return item
                 try:
-                    result = await self.segment(item.path, save_to=item.labels_path, table=table, **parameters)
+                    operation = operations.segment(item.path, item.labels_path, None, parameters, table=table)
+                    result = await self._run(operation, self._retries.make_patient())
                 except Unauthorized:
                     raise
                 except ProblemError as error:
@@ -159,13 +160,14 @@ class AsyncClient:
         """Return the sample stack of a model, a TIFF, to try the server without own data."""
         return await self._run(operations.download_sample(model))
 
-    async def _run(self, operation: Operation[T]) -> T:
+    async def _run(self, operation: Operation[T], retries: Retries | None = None) -> T:
         """Perform an operation, and repeat it if the server is busy or cannot be reached."""
+        retries = retries or self._retries
         for attempt in count():
             try:
                 return await self._attempt(operation)
             except StackSegError as error:
-                delay = self._retries.get_delay(error, attempt, is_repeatable=operation.is_repeatable)
+                delay = retries.get_delay(error, attempt, is_repeatable=operation.is_repeatable)
                 if delay is None:
                     raise
             await asyncio.sleep(delay)

@@ -218,7 +218,8 @@ class Client:
             if item.labels_path.exists() and not overwrite:
                 return item
             try:
-                result = self.segment(item.path, save_to=item.labels_path, table=table, **parameters)
+                operation = operations.segment(item.path, item.labels_path, None, parameters, table=table)
+                result = self._run(operation, self._retries.make_patient())
             except Unauthorized:
                 raise
             except ProblemError as error:
@@ -233,13 +234,14 @@ class Client:
             finally:
                 executor.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, operation: Operation[T]) -> T:
+    def _run(self, operation: Operation[T], retries: Retries | None = None) -> T:
         """Perform an operation, and repeat it if the server is busy or cannot be reached."""
+        retries = retries or self._retries
         for attempt in count():
             try:
                 return self._attempt(operation)
             except StackSegError as error:
-                delay = self._retries.get_delay(error, attempt, is_repeatable=operation.is_repeatable)
+                delay = retries.get_delay(error, attempt, is_repeatable=operation.is_repeatable)
                 if delay is None:
                     raise
             time.sleep(delay)

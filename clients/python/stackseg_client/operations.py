@@ -37,8 +37,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 # Delay before the first retry if the server does not specify one. It doubles with each retry.
 FIRST_DELAY_SECONDS = 0.25
-# Minimum number of retries while a client follows a job: a restart of the server takes up to a minute.
-MIN_FOLLOW_RETRIES = 8
+# Minimum number of retries of folders and followed jobs, which wait for a busy server, and for a restart of the server.
+PATIENT_RETRIES = 50
 
 
 class Receiver(Protocol[T_co]):
@@ -95,6 +95,10 @@ class Retries:
             delay = backoff
         return delay if delay is not None and attempt < self.count and delay <= self.max_seconds else None
 
+    def make_patient(self) -> Retries:
+        """Return the settings for work that takes long."""
+        return replace(self, count=max(self.count, PATIENT_RETRIES)) if self.count else self
+
 
 class JobFollower:
     """Interprets the events of a job, and decides when to connect again after the stream has ended.
@@ -105,8 +109,7 @@ class JobFollower:
     def __init__(self, job_id: str, retries: Retries) -> None:
         self.path = f"{_job_path(job_id)}/events"
         self.report: JobReport | None = None
-        self._retries = replace(retries, count=max(retries.count, MIN_FOLLOW_RETRIES))
-        self._parser, self._failures = EventParser(), 0
+        self._retries, self._parser, self._failures = retries.make_patient(), EventParser(), 0
 
     @property
     def has_ended(self) -> bool:

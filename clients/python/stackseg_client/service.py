@@ -28,15 +28,15 @@ STOP_SECONDS = 45.0
 
 @contextmanager
 def local(
-    *, models: Sequence[str] = (), start_seconds: float = 300.0, **settings: Mapping[str, Any]
+    *, models: Sequence[str] | Mapping[str, Any] = (), start_seconds: float = 300.0, **settings: Mapping[str, Any]
 ) -> Iterator[Client]:
     """Start a server on a free port of this computer, yield a client for it, and stop the server.
 
     Args:
-        models: names of the models to serve; empty: all
+        models: names of the models to serve (empty: all), or the section `models` of the settings
         start_seconds: time limit for the start, after which the server is stopped
-        settings: sections of the settings, such as `device={"name": "cpu", "threads": 4}`; `configs/default.yaml` of
-            StackSeg lists them
+        settings: other sections of the settings, such as `device={"name": "cpu", "threads": 4}`, which are listed in
+            `configs/default.yaml` of StackSeg
 
     The server is the program `stackseg` of the Python environment that runs this code. Raises ServiceNotStarted if the
     program is not installed, or does not start.
@@ -47,16 +47,15 @@ def local(
     16
     """
     program = _find_program()
-    server = {"host": "127.0.0.1", "port": 0, **settings.pop("server", {})}
-    served = {"models": {"serve": list(models), **settings.pop("models", {})}} if models else {}
+    model_settings = models if isinstance(models, Mapping) else {"serve": list(models)}
     with tempfile.TemporaryDirectory(prefix="stackseg-") as folder:
         # JSON is a subset of YAML.
         config, log = Path(folder, "config.yaml"), Path(folder, "server.log")
-        config.write_text(json.dumps({**settings, **served, "server": server}, default=str), encoding="utf-8")
+        config.write_text(json.dumps({**settings, "models": model_settings}, default=str), encoding="utf-8")
+        # Options take precedence over environment variables, such as STACKSEG_SERVER__PORT.
+        command = [program, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
         with log.open("wb") as file:
-            process = subprocess.Popen(  # noqa: S603 - the program of this environment
-                [program, "serve", "--config", str(config)], stdin=subprocess.DEVNULL, stdout=file, stderr=file
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)  # noqa: S603
         try:
             with _connect(process, log, time.monotonic() + start_seconds) as client:
                 yield client

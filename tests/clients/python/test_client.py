@@ -251,7 +251,7 @@ def test_async_client_returns_the_same(client: Client, stack: NDArray[Any], path
 
 def exhaust(client: Client) -> errors.RateLimited:
     """Send requests until the server refuses one."""
-    for _ in range(100):
+    for _ in range(300):
         try:
             client.models()
         except errors.RateLimited as error:
@@ -259,9 +259,12 @@ def exhaust(client: Client) -> errors.RateLimited:
     raise AssertionError("the server has no limit")
 
 
-def test_client_waits_as_long_as_the_server_asks(bands_repository: Path) -> None:
-    settings = eager_settings(bands_repository, access={"keys": {"ann": hash_key("ann")}, "requests_per_minute": 60})
-    with serve(settings) as live:
+def test_client_waits_as_long_as_the_server_asks(bands_repository: Path, path: Path, tmp_path: Path) -> None:
+    access = {"keys": {"ann": hash_key("ann")}, "requests_per_minute": 120, "requests_at_once": 1}
+    (tmp_path / "stacks").mkdir()
+    for number in range(5):
+        (tmp_path / "stacks" / f"{number}.tif").write_bytes(path.read_bytes())
+    with serve(eager_settings(bands_repository, access=access)) as live:
         url = f"http://{live.host}:{live.port}"
         with Client(url) as anonymous, pytest.raises(errors.Unauthorized):
             anonymous.models()
@@ -271,6 +274,8 @@ def test_client_waits_as_long_as_the_server_asks(bands_repository: Path) -> None
             start = time.monotonic()
             patient.models()
             assert 0.5 < time.monotonic() - start < 10
+            items = list(patient.segment_folder(tmp_path / "stacks", tmp_path / "labels", concurrency=5))
+            assert [item.error for item in items] == [None] * 5
 
 
 def test_retried_submission_creates_one_job(server: LiveServer, path: Path) -> None:
