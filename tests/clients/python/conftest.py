@@ -20,9 +20,16 @@ def nuclei_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def server(bands_repository: Path) -> Iterator[LiveServer]:
+def host_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder on the host of `server`, from which it reads `input=scans/...` and to which it writes results."""
+    return tmp_path_factory.mktemp("host")
+
+
+@pytest.fixture(scope="session")
+def server(bands_repository: Path, host_folder: Path) -> Iterator[LiveServer]:
     """A server with the model `bands`, which returns classes."""
-    with serve(eager_settings(bands_repository)) as live:
+    references = {"inputs": {"scans": str(host_folder)}, "outputs": {"results": str(host_folder)}}
+    with serve(eager_settings(bands_repository, references=references)) as live:
         yield live
 
 
