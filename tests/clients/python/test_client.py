@@ -180,6 +180,21 @@ def test_jobs_are_canceled(client: Client, server: LiveServer, stack: NDArray[An
         job.result()
 
 
+def test_failed_jobs_raise_their_problem(client: Client, stack: NDArray[Any], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.tif"
+    tifffile.imwrite(damaged, stack, compression="zlib", metadata={"axes": "ZYX"})
+    with tifffile.TiffFile(damaged) as tiff:
+        (offset, *_), (count, *_) = tiff.pages.first.dataoffsets, tiff.pages.first.databytecounts
+    with damaged.open("r+b") as file:
+        file.seek(offset)
+        file.write(bytes(count))
+    job = client.submit(damaged)
+    with pytest.raises(errors.BadFile) as caught:
+        job.result()
+    assert job.report.state == "failed"
+    assert job.report.problem == str(caught.value)
+
+
 def test_uploaded_stacks_are_used_again(client: Client, path: Path) -> None:
     stack = client.upload(path)
     assert (stack.name, stack.nbytes) == ("phantom.tif", path.stat().st_size)

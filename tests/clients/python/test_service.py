@@ -26,7 +26,8 @@ def test_slow_start_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     program.write_text(f"#!{sys.executable}\nimport os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     program.chmod(0o755)
     monkeypatch.setattr("sysconfig.get_path", lambda _name: str(tmp_path))
-    with pytest.raises(ServiceNotStarted, match="not ready") as caught, stackseg_client.local(start_seconds=1):
+    with pytest.raises(ServiceNotStarted, match="not ready") as caught, stackseg_client.local(start_seconds=2):
         pass
     pid = str(caught.value).split()[-1]
+    assert pid.isdigit()
     assert not Path("/proc", pid).exists()
