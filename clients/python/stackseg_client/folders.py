@@ -11,7 +11,7 @@ from stackseg_client.results import MEDIA_TYPES, Result, SavePath
 # Suffixes of files that the server reads.
 STACK_SUFFIXES = (
     *(".tif", ".tiff", ".tf2", ".tf8", ".btf"),
-    *(".lsm", ".stk", ".czi", ".nd2", ".lif", ".oib", ".ims"),
+    *(".lsm", ".stk", ".czi", ".nd2", ".lif", ".oib", ".oif.zip", ".ims"),
     *(".zarr.zip", ".ozx", ".zip"),
 )
 
