@@ -52,6 +52,7 @@ lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scrip
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
+	cd clients/python && ../../$(BIN)/deptry .
 	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-DIMENSION_IDS = {"X": 1, "Y": 2, "Z": 3, "T": 4, "λ": 5, "M": 10}
+DIMENSION_IDS = {"X": 1, "Y": 2, "Z": 3, "T": 4, "λ": 5, "Λ": 9, "M": 10}
 CHANNEL_ATTRIBUTES = (
     'DataType="0" ChannelTag="0" Resolution="16" NameOfMeasuredQuantity="" Min="0" Max="1" Unit="" IsLUTInverted="0"'
     ' BitInc="0"'
 )
-STEPS = {"X": 2e-7, "Y": 3e-7, "Z": 1.5e-6, "T": 2.0, "λ": 1e-8, "M": 1.0}
+STEPS = {"X": 2e-7, "Y": 3e-7, "Z": 1.5e-6, "T": 2.0, "λ": 1e-8, "Λ": 5e-9, "M": 1.0}
 
 
 def make_image(name: str, axes: str, pixels: np.ndarray) -> str:

@@ -22,7 +22,8 @@ from paths import ROOT
 from service.core.config import Settings, read_settings
 
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/*.md")])
+DOCUMENT_PATTERNS = ("*.md", "docs/**/*.md", "models/*/*.md", "clients/*/*.md")
+DOCUMENTS = sorted(path for pattern in DOCUMENT_PATTERNS for path in ROOT.glob(pattern))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = PYPROJECT["project"]
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from service.formats.vendor.scene import Scene, SceneFile, find_time_interval
 
 # liffile's letters for other axes than time, z, channel, y, x, color sample and tile.
 _OTHER_AXES = {
-    "λ": "emission wavelengths",
-    "Λ": "excitation wavelengths",
+    "λ": "emission wavelengths in addition to channels",
+    "Λ": "excitation wavelengths in addition to channels",
     "H": "lifetimes",
     "R": "rotations",
     "L": "loops",
@@ -40,7 +40,12 @@ class LifScene(Scene):
 
     def __init__(self, image: Any, tile: int | None) -> None:
         self._image, self._tile = image, {} if tile is None else {"M": tile}
-        sizes = {axis: length for axis, length in image.sizes.items() if axis != "M"}
+        spectral_axes = [axis for axis in image.sizes if axis in "λΛ"]
+        # The bands of a spectrum are channels, unless they are recorded for each of several channels.
+        self._channel_axis = spectral_axes[0] if len(spectral_axes) == 1 and "C" not in image.sizes else "C"
+        sizes = {
+            "C" if axis == self._channel_axis else axis: length for axis, length in image.sizes.items() if axis != "M"
+        }
         for axis in sizes.keys() - set("TZCYXS"):
             raise BadFile(f"The image has {_OTHER_AXES.get(axis, f'an axis {axis}')}, which are not supported.")
         plane_axes = [axis for axis in sizes if axis != "S"][-2:]
@@ -53,8 +58,16 @@ class LifScene(Scene):
         sizes_in_micrometers = [self._find_pixel_size(axis) for axis in "ZYX"]
         self.calibration = parse_calibration(sizes_in_micrometers, "um", "the metadata of the LIF file")
         self.time_interval = find_time_interval(image.coords.get("T", ()))
+        self.channel_names = self._find_bands()
         channels = image.xml_element.findall("./Data/Image/ImageDescription/Channels/ChannelDescription")
-        self.colors = tuple(_COLORS.get(channel.get("LUTName", "").lower(), "") for channel in channels)
+        colors = tuple(_COLORS.get(channel.get("LUTName", "").lower(), "") for channel in channels)
+        self.colors = () if self.channel_names else colors
+
+    def _find_bands(self) -> tuple[str, ...]:
+        """Return the wavelength of each channel, if the channels are the bands of a spectrum."""
+        if self._channel_axis == "C":
+            return ()
+        return tuple(f"{1e9 * float(meters):.4g} nm" for meters in self._image.coords.get(self._channel_axis, ()))
 
     def _find_pixel_size(self, axis: str) -> float | None:
         """Return the distance of two pixels in micrometers, or None if unknown. LIF files store meters."""
@@ -66,7 +79,8 @@ class LifScene(Scene):
 
     def read_plane(self, position: dict[str, int]) -> Array:
         """Return the plane [Y, X] or [Y, X, S] at a position."""
-        plane: Array = self._image.frame(**position, **self._tile)
+        renamed = {self._channel_axis if axis == "C" else axis: index for axis, index in position.items()}
+        plane: Array = self._image.frame(**renamed, **self._tile)
         return plane
 
 

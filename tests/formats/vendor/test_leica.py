@@ -57,7 +57,11 @@ def test_tiles_are_scenes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("axes", "message"),
-    [("λYX", "emission wavelengths"), ("ZX", "scanned along Z and X"), ("YTX", "scanned along T and X")],
+    [
+        ("CλYX", "emission wavelengths in addition to channels"),
+        ("ZX", "scanned along Z and X"),
+        ("YTX", "scanned along T and X"),
+    ],
 )
 def test_other_scans_are_refused_and_do_not_hide_other_images(axes: str, message: str, tmp_path: Path) -> None:
     stack = make_pixels(3, 8, 9)
@@ -70,6 +74,17 @@ def test_other_scans_are_refused_and_do_not_hide_other_images(axes: str, message
     description = stack_reader.inspect(path, Selection(), LIMIT)
     assert (description.scenes, description.example_scene) == (("scan", "stack"), 1)
     np.testing.assert_array_equal(stack_reader.read(path, Selection(scene="stack"), LIMIT).read_all()[0], stack)
+
+
+@pytest.mark.parametrize(("axis", "bands"), [("λ", ("0 nm", "10 nm", "20 nm")), ("Λ", ("0 nm", "5 nm", "10 nm"))])
+def test_bands_of_a_spectrum_are_channels(axis: str, bands: tuple[str, ...], tmp_path: Path) -> None:
+    pixels = make_pixels(2, 3, 4, 8, 9)
+    path = write_lif(tmp_path / "a.lif", {"sweep": (f"T{axis}ZYX", pixels)})
+
+    description = stack_reader.inspect(path, Selection(time=1), LIMIT)
+    assert (description.axes, description.channels) == ("TCZYX", bands)
+    volume = stack_reader.read(path, Selection(channel=bands[2], time=1), LIMIT)
+    np.testing.assert_array_equal(volume.read_all()[0], pixels[1, 2])
 
 
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.7, 0.95])

@@ -240,14 +240,14 @@ def test_table_in_the_labels_group_is_written_as_a_plain_file(host: Path) -> Non
     (image / "zarr.json").write_text("{}")
     (host / "table").write_text("label")
     query = Query(measurements="csv", output_to=location)
-    check_host_files(host_files, query, None)
+    check_host_files(host_files, query, None, "labels")
     host_files.put(host / "table", location, None, "one")
     host_files.confirm_delivery(location, None, "one")
     with pytest.raises(OutputExists):
-        check_host_files(host_files, query, None)
-    check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None)
+        check_host_files(host_files, query, None, "labels")
+    check_host_files(host_files, Query(measurements="csv", output_to=location, overwrite=True), None, "labels")
     with pytest.raises(BadParameter, match="not a Zarr store"):
-        check_host_files(host_files, Query(output_to=location, overwrite=True), None)
+        check_host_files(host_files, Query(output_to=location, overwrite=True), None, "labels")
 
 
 def test_labels_are_deleted_if_they_cannot_be_registered(host: Path) -> None:

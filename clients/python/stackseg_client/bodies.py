@@ -1,0 +1,211 @@
+"""Request bodies: files that are read block by block, and arrays that are sent as TIFF without a copy."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from stackseg_client.errors import StackChanged
+
+# Size of the blocks in which bodies are read and sent.
+BLOCK_BYTES = 2**20
+# Size of the header of a BigTIFF, and types of tags.
+_HEADER_BYTES = 16
+_ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
+# Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
+_DTYPE_KINDS = "biuf"
+
+
+class ArrayLike(Protocol):
+    """An array that is read slab by slab: NumPy, memory-mapped files, Zarr, Dask, HDF5, PyTorch."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Source = str | os.PathLike[str] | bytes | ArrayLike
+
+
+class Body(Protocol):
+    """A request body that can be read several times, for retries.
+
+    name    file name that the server shows; "" if unknown
+    nbytes  size in bytes
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read_blocks(self) -> Iterator[bytes | memoryview]:
+        """Yield the content in blocks of about `BLOCK_BYTES`."""
+
+
+@dataclass(frozen=True)
+class FileBody:
+    """A file on disk, whose size must not change."""
+
+    path: Path
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """The name of the file without its folder."""
+        return self.path.name
+
+    def read_blocks(self) -> Iterator[bytes]:
+        """Read the file block by block. Raises StackChanged if it is shorter or longer than before."""
+        with self.path.open("rb", buffering=0) as file:
+            for position in range(0, self.nbytes, BLOCK_BYTES):
+                yield file.read(min(BLOCK_BYTES, self.nbytes - position))
+            if file.tell() != self.nbytes or file.read(1):
+                raise StackChanged(f"{self.path} changed while it was sent. Send it again when it is complete.")
+
+
+@dataclass(frozen=True)
+class BytesBody:
+    """The content of a file in memory."""
+
+    content: bytes
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the content."""
+        return len(self.content)
+
+    def read_blocks(self) -> Iterator[memoryview]:
+        """Return views of the content."""
+        yield from _split(memoryview(self.content))
+
+
+class ArrayBody:
+    """An array as an uncompressed TIFF, whose pixels are the memory of the array.
+
+    Arrays that are not contiguous, have another byte order or are computed on access are converted slab by slab.
+    Raises TypeError if a TIFF cannot store the dtype, and ValueError for an array without planes or voxels.
+    """
+
+    name = ""
+
+    def __init__(self, array: ArrayLike) -> None:
+        shape = tuple(map(int, array.shape))
+        if len(shape) < 2 or 0 in shape:
+            raise ValueError(f"A stack needs at least two dimensions and one voxel, but its shape is {shape}.")
+        # Arrays of other libraries, such as PyTorch, have dtypes that NumPy does not know.
+        dtype = np.asarray(array[(slice(0, 1),) * len(shape)]).dtype
+        if dtype.kind not in _DTYPE_KINDS:
+            raise TypeError(f"A stack consists of integers or floats, but this array has the dtype {dtype}.")
+        self._array, self._shape = array, shape
+        # TIFF stores booleans as bits.
+        self._dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("<")
+        self._head, self._tail = _make_tiff_frame(shape, self._dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the TIFF."""
+        return len(self._head) + math.prod(self._shape) * self._dtype.itemsize + len(self._tail)
+
+    def read_blocks(self) -> Iterator[bytes | memoryview]:
+        """Return the parts of the TIFF before the pixels, views of the pixels, and the directory of the planes."""
+        yield self._head
+        for slab in _read_slabs(self._array, self._shape, self._dtype):
+            yield from _split(slab.reshape(-1).view(np.uint8).data)
+        yield self._tail
+
+
+def make_body(source: Source) -> Body:
+    """Return the request body for a path, the bytes of a file, or an array. Raises the errors of `ArrayBody`."""
+    if isinstance(source, bytes):
+        return BytesBody(source)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.is_dir():
+            raise IsADirectoryError(
+                f"{path} is a folder. Use segment_folder() for a folder of stacks, pass an OME-Zarr as a zip file or"
+                " as an array, or name a folder on the host of the server with input=."
+            )
+        return FileBody(path, path.stat().st_size)
+    return ArrayBody(source)
+
+
+def _split(view: memoryview) -> Iterator[memoryview]:
+    for start in range(0, len(view), BLOCK_BYTES):
+        yield view[start : start + BLOCK_BYTES]
+
+
+def _read_slabs(array: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> Iterator[NDArray[Any]]:
+    """Yield contiguous parts of an array in C order: about one block each, or a chunk of a chunked array."""
+    itemsize = np.dtype(dtype).itemsize
+    lengths = [math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape) - 1)]
+    # The first axis along which the array is split.
+    axis = next((axis for axis, length in enumerate(lengths) if length <= BLOCK_BYTES), len(lengths) - 1)
+    step = max(1, BLOCK_BYTES // lengths[axis])
+    # Decode each chunk of Zarr, HDF5 and Dask arrays only once along this axis.
+    chunks = getattr(array, "chunks", None)
+    if chunks:
+        step = max(step, int(np.max(chunks[axis])))
+    for index in np.ndindex(shape[:axis]):
+        for start in range(0, shape[axis], step):
+            slab = array[(*index, slice(start, start + step))]
+            yield np.ascontiguousarray(slab, dtype=dtype)
+
+
+def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
+    """Return the bytes of an uncompressed BigTIFF before and after its pixels.
+
+    The TIFF has one page per plane [Y, X], which is one strip. The description of the first page has the shape in the
+    format of tifffile, and the axes ZYX if there are up to three dimensions.
+    """
+    *leading, height, width = shape
+    count, page_bytes = math.prod(leading), height * width * dtype.itemsize
+    start = _HEADER_BYTES + count * page_bytes + count * page_bytes % 2
+    metadata = {"shape": shape} | ({"axes": "ZYX"[-len(shape) :]} if len(shape) <= 3 else {})
+    description = json.dumps(metadata).encode() + b"\0"
+    sample_format = "uif".index(dtype.kind) + 1
+    tags = [
+        (256, _LONG, 1, width),
+        (257, _LONG, 1, height),
+        (258, _SHORT, 1, 8 * dtype.itemsize),
+        (259, _SHORT, 1, 1),  # no compression
+        (262, _SHORT, 1, 1),  # 0 is black
+        (270, _ASCII, len(description), start),
+        (273, _LONG8, 1, _HEADER_BYTES),
+        (277, _SHORT, 1, 1),  # samples per pixel
+        (278, _LONG, 1, height),  # rows per strip
+        (279, _LONG8, 1, page_bytes),
+        (339, _SHORT, 1, sample_format),
+    ]
+    first_start = start + len(description) + len(description) % 2
+    first = _make_directories(tags, 1)
+    others = _make_directories([tag for tag in tags if tag[0] != 270], count - 1)
+    others_start = first_start + first.nbytes
+    # The tag 273 of each page.
+    others["tags"]["value"][:, 5] += page_bytes * np.arange(1, count, dtype=np.uint64)
+    others["next"] = others_start + others.itemsize * np.arange(1, count)
+    # The last directory has no successor.
+    first["next"], others["next"][-1:] = others_start if count > 1 else 0, 0
+    header = struct.pack("<2sHHHQ", b"II", 43, 8, 0, first_start)
+    parts = bytes(start - _HEADER_BYTES - count * page_bytes), description.ljust(first_start - start, b"\0")
+    return header, b"".join([*parts, first.tobytes(), others.tobytes()])
+
+
+def _make_directories(tags: list[tuple[int, int, int, int]], count: int) -> NDArray[np.void]:
+    """Return the directories of pages with the same tags, each of which has a number, type, length and value."""
+    tag_dtype = np.dtype([("number", "<u2"), ("type", "<u2"), ("length", "<u8"), ("value", "<u8")])
+    directories = np.zeros(count, [("count", "<u8"), ("tags", tag_dtype, len(tags)), ("next", "<u8")])
+    directories["count"], directories["tags"] = len(tags), np.array(tags, tag_dtype)
+    return directories

@@ -1,0 +1,332 @@
+"""The synchronous client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from typing import Any, Literal, Self, TypeVar, Unpack
+
+import httpx2
+from numpy.typing import NDArray
+
+from stackseg_client import operations
+from stackseg_client.bodies import Source
+from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
+from stackseg_client.folders import FolderItem, plan_folder
+from stackseg_client.operations import JobFollower, Operation, Retries
+from stackseg_client.parameters import Parameters
+from stackseg_client.reports import Inspection, JobReport, Model, Stack
+from stackseg_client.results import Result, SavePath
+from stackseg_client.transport import (
+    DEFAULT_TIMEOUT_SECONDS,
+    EVENT_TIMEOUT_SECONDS,
+    make_options,
+    make_request,
+    translate_errors,
+)
+
+T = TypeVar("T")
+
+
+class Client:
+    """A client of a StackSeg server. Several threads may use it.
+
+    url        URL of the server
+    key        API key, if the server requires one
+    timeout    seconds without progress after which a connection is considered lost
+    retries    how often a request is repeated if the server is busy or cannot be reached
+    trust_env  whether to use the proxies and certificates of the environment
+
+    >>> from stackseg_client import Client
+    >>> with Client(url) as client:
+    ...     result = client.segment("sample.tif")
+    >>> result.objects
+    16
+    """
+
+    def __init__(
+        self,
+        url: str = "http://localhost:8000",
+        key: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_SECONDS,
+        retries: Retries = Retries(),  # noqa: B008 - immutable
+        trust_env: bool = True,
+    ) -> None:
+        self.url, self._retries = url, retries
+        self._http = httpx2.Client(**make_options(url, key, timeout, trust_env=trust_env))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def segment(
+        self,
+        source: Source | None = None,
+        /,
+        *,
+        save_to: SavePath | None = None,
+        table: bool = False,
+        name: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Result:
+        """Segment a stack.
+
+        Args:
+            source: path of a file, which is read block by block; the content of a file; or an array, whose axes are ZYX
+                unless `axes` specifies others; arrays with more dimensions need `axes`
+            save_to: file for the labels: `.tif`, `.npy` (memory-mapped by `Result.labels`), `.nii.gz` or `.ozx`
+                (OME-Zarr); with `table`, the table is saved next to it as `.csv`
+            table: whether to measure the objects
+            name: file name of the stack, for the server's log and the record of provenance
+            parameters: see `Parameters`
+
+        Raises ProblemError if the server refuses the stack, and ConnectionFailed.
+
+        >>> result = client.segment("sample.tif", table=True)
+        >>> result.labels.shape, int(result.labels.max()), result.voxel_size
+        ((32, 96, 96), 16, (0.5, 0.2, 0.2))
+        >>> result.table["num_pixels"][:3]
+        array([3267, 6280, 2361])
+        >>> result = client.segment(stack, voxel_size=(0.5, 0.2, 0.2), diameter="5um", save_to="labels.npy")
+        >>> type(result.labels).__name__, result.path.name
+        ('memmap', 'labels.npy')
+        """
+        return self._run(operations.segment(source, save_to, name, parameters, table=table))
+
+    def inspect(
+        self, source: Source | None = None, /, *, name: str | None = None, **parameters: Unpack[Parameters]
+    ) -> Inspection:
+        """Describe a file, and estimate time and memory, without segmenting it.
+
+        >>> inspection = client.inspect("sample.tif")
+        >>> inspection.axes, inspection.shape, inspection.voxel_size, inspection.problem
+        ('ZYX', (1, 32, 96, 96), (0.5, 0.2, 0.2), None)
+        """
+        return self._run(operations.inspect(source, name, parameters))
+
+    def submit(
+        self,
+        source: Source | None = None,
+        /,
+        *,
+        table: bool = False,
+        name: str | None = None,
+        idempotency_key: str | None = None,
+        **parameters: Unpack[Parameters],
+    ) -> Job:
+        """Segment a stack in the background. The arguments are those of `segment`.
+
+        With the `idempotency_key` of an earlier job, a repeated submission returns that job. By default, each call has
+        its own key, which its retries share.
+
+        >>> job = client.submit("sample.tif", diameter="25px")
+        >>> [report.state for report in job.progress()][-1]
+        'done'
+        >>> job.result().objects
+        16
+        """
+        report = self._run(operations.submit(source, name, idempotency_key, parameters, table=table))
+        return Job(self, report)
+
+    def job(self, job_id: str, /) -> Job:
+        """Return a job by its id. Raises UnknownJob."""
+        return Job(self, self._run(operations.get_job(job_id)))
+
+    def jobs(self, limit: int = 100) -> list[Job]:
+        """Return your jobs, newest first."""
+        return [Job(self, report) for report in self._run(operations.list_jobs(limit))]
+
+    def segment_folder(
+        self,
+        folder: SavePath,
+        labels_folder: SavePath,
+        *,
+        pattern: str = "*",
+        suffix: str = ".tif",
+        table: bool = False,
+        overwrite_labels: bool = False,
+        concurrency: int = 2,
+        **parameters: Unpack[Parameters],
+    ) -> Iterator[FolderItem]:
+        """Segment the stacks in a folder, and yield each of them when it is finished.
+
+        Args:
+            folder: the folder with the stacks
+            labels_folder: the folder for the labels
+            pattern: glob pattern for the stacks, such as `**/*.tif` for all TIFFs in subfolders
+            suffix: format of the labels; see `segment`
+            table: whether to measure the objects, and to save the tables
+            overwrite_labels: whether to segment stacks again whose labels exist
+            concurrency: number of stacks that are in progress at the same time
+            parameters: see `Parameters`
+
+        A stack that the server refuses is reported in `FolderItem.error`. Other errors end the run. Call the function
+        again to continue.
+
+        >>> for item in client.segment_folder("stacks", "labels", suffix=".npy"):
+        ...     print(f"{item.done}/{item.total} {item.path.name}: {item.error or item.result}")
+        1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warnings, path='labels/a_labels.npy'>
+        """
+        items = plan_folder(folder, labels_folder, pattern, suffix)
+        return self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
+
+    def upload(self, source: Source, /, *, name: str | None = None) -> Stack:
+        """Upload a stack once, for several requests with `stack=`.
+
+        >>> uploaded = client.upload("sample.tif")
+        >>> [client.segment(stack=uploaded.id, threshold=threshold).objects for threshold in (0.5, 0.6)]
+        [16, 16]
+        >>> client.delete_stack(uploaded.id)
+        """
+        return self._run(operations.upload(source, name))
+
+    def delete_stack(self, stack_id: str, /) -> None:
+        """Delete an uploaded stack."""
+        self._run(operations.delete_stack(stack_id))
+
+    def models(self) -> list[Model]:
+        """Return the models of the server.
+
+        >>> [model.name for model in client.models() if model.is_default]
+        ['nuclei']
+        """
+        return self._run(operations.list_models())
+
+    def sample(self, model: str) -> bytes:
+        """Return the sample stack of a model, a TIFF, to try the server without own data.
+
+        >>> client.segment(client.sample("nuclei")).objects
+        77
+        """
+        return self._run(operations.download_sample(model))
+
+    def _run_folder(
+        self, items: list[FolderItem], concurrency: int, parameters: Parameters, *, table: bool, overwrite: bool
+    ) -> Iterator[FolderItem]:
+        def run(item: FolderItem) -> FolderItem:
+            if item.labels_path.exists() and not overwrite:
+                return item
+            try:
+                operation = operations.segment(item.path, item.labels_path, None, parameters, table=table)
+                result = self._run(operation, self._retries.make_patient())
+            except Unauthorized:
+                raise
+            except ProblemError as error:
+                return replace(item, error=error)
+            return replace(item, result=result)
+
+        with ThreadPoolExecutor(concurrency) as executor:
+            futures = [executor.submit(run, item) for item in items]
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    yield replace(future.result(), done=done, total=len(items))
+            finally:
+                executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, operation: Operation[T], retries: Retries | None = None) -> T:
+        """Perform an operation, and repeat it if the server is busy or cannot be reached."""
+        retries = retries or self._retries
+        for attempt in count():
+            try:
+                return self._attempt(operation)
+            except StackSegError as error:
+                delay = retries.get_delay(error, attempt, is_repeatable=operation.is_repeatable)
+                if delay is None:
+                    raise
+            time.sleep(delay)
+        raise AssertionError
+
+    def _attempt(self, operation: Operation[T]) -> T:
+        content = None if operation.body is None else operation.body.read_blocks()
+        with translate_errors(self.url), self._http.stream(**make_request(operation, content)) as response:
+            if response.status_code >= 300:
+                raise parse_problem(response.status_code, response.headers, response.read())
+            with closing(operation.receive(response.headers)) as receiver:
+                for block in response.iter_bytes():
+                    receiver.write(block)
+                return receiver.finish()
+
+    def _follow(self, job_id: str) -> Iterator[JobReport]:
+        follower = JobFollower(job_id, self._retries)
+        while not follower.has_ended:
+            reason = None
+            try:
+                with (
+                    translate_errors(self.url),
+                    self._http.stream("GET", follower.path, timeout=EVENT_TIMEOUT_SECONDS) as response,
+                ):
+                    if response.status_code >= 300:
+                        raise parse_problem(response.status_code, response.headers, response.read())
+                    for block in response.iter_bytes():
+                        yield from follower.feed(block)
+            except StackSegError as error:
+                reason = error
+            if not follower.has_ended:
+                time.sleep(follower.get_delay(reason))
+
+
+class Job:
+    """A job, which continues if this program ends. `report` has its last known state; see `JobReport`."""
+
+    def __init__(self, client: Client, report: JobReport) -> None:
+        self._client, self.id, self.report = client, report.id, report
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id}: {self.report.state}>"
+
+    def refresh(self) -> JobReport:
+        """Return the current state."""
+        self.report = self._client._run(operations.get_job(self.id))
+        return self.report
+
+    def progress(self) -> Iterator[JobReport]:
+        """Yield a report for each change until the job has ended. Continues after a restart of the server."""
+        for report in self._client._follow(self.id):
+            self.report = report
+            yield report
+
+    def result(self, save_to: SavePath | None = None) -> Result:
+        """Wait for the job, and return its result. Raises the error of a failed job. `save_to` is as in `segment`."""
+        for _report in self.progress():
+            pass
+        return self._client._run(operations.download_result(self.id, save_to))
+
+    def planes(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        axis: Literal["z", "y", "x"] = "z",
+        step: tuple[int, int, int] = (1, 1, 1),
+        time: int | None = None,
+    ) -> NDArray[Any]:
+        """Return the planes `start` to `stop` of the labels of a finished job, up to 32 MiB, in the order Z, Y, X.
+
+        >>> job = client.submit("sample.tif")
+        >>> labels = job.result().labels
+        >>> bool((job.planes(10, 12) == labels[10:12]).all())
+        True
+        """
+        return self._client._run(
+            operations.get_planes(self.id, **{"from": start, "to": stop}, axis=axis, step=step, time=time)
+        )
+
+    def cancel(self) -> None:
+        """Cancel the job, unless it has ended."""
+        if not self.refresh().has_ended:
+            self._client._run(operations.delete_job(self.id))
+
+    def delete(self) -> None:
+        """Delete an ended job and its result, or cancel a running one."""
+        self._client._run(operations.delete_job(self.id))

@@ -1,0 +1,252 @@
+"""Results of segmentations: their metadata, and labels that stay in memory or in a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+from zipfile import ZipFile
+
+import numpy as np
+import tifffile
+from numpy.typing import NDArray
+
+from stackseg_client.errors import InvalidResponse
+
+SavePath = str | os.PathLike[str]
+Table = dict[str, NDArray[Any]]
+VoxelSize = tuple[float, float, float]
+
+_TIFF, _ZIP, _JSON = "image/tiff", "application/zip", "application/json"
+# Media type that the server sends, by suffix of the file in which a result is saved.
+MEDIA_TYPES = {
+    ".tif": _TIFF,
+    ".tiff": _TIFF,
+    ".npy": _TIFF,
+    ".nii.gz": "application/x-nifti",
+    ".ozx": "application/x-ozx",
+}
+# Maximum number of threads that decode labels.
+MAX_THREADS = min(8, os.cpu_count() or 1)
+_LABELS_FILE, _TABLE_FILE = "labels.ome.tif", "measurements.csv"
+
+
+@dataclass(frozen=True)
+class LowConfidence:
+    """Why the labels may be wrong. `suggested` has the parameters to try: `client.segment(stack, **suggested)`."""
+
+    detail: str
+    suggested: dict[str, str]
+
+
+@dataclass(frozen=True, repr=False)
+class Result:
+    """The result of a segmentation.
+
+    model           name and version of the model
+    objects         number of objects, or of tracks with `link`; None for classes and probabilities
+    voxel_size      Z, Y and X in micrometers; None if unknown
+    diameter        object diameter, and whether it was specified or estimated; None if unknown
+    confidence      confidence in the labels, 0 to 1; None if the model does not define it
+    low_confidence  why confidence is low, and what to try; None if it is not low
+    warnings        messages for the user, including `low_confidence.detail`
+    table           measurements: one array per column, one row per object; None without `table=True`
+    path            file in which the labels are saved; None if they are in memory
+    saved           description of the file on the host of the server; None without `output_to`
+    seconds         duration of each stage on the server, in seconds
+    request_id      identifier of the request in the log of the server
+    """
+
+    model: str
+    objects: int | None
+    voxel_size: VoxelSize | None
+    diameter: str | None
+    confidence: float | None
+    low_confidence: LowConfidence | None
+    warnings: list[str]
+    seconds: dict[str, float]
+    request_id: str
+    table: Table | None = None
+    path: Path | None = None
+    saved: dict[str, Any] | None = None
+    _content: bytes = field(default=b"")
+
+    def __repr__(self) -> str:
+        where = f", path={str(self.path)!r}" if self.path is not None else ""
+        return f"<Result of {self.model}: {self.objects} objects, {len(self.warnings)} warnings{where}>"
+
+    @cached_property
+    def labels(self) -> NDArray[Any]:
+        """The labels [Z, Y, X] (uint16 or uint32), background 0; or the output that the request selected.
+
+        Classes have the dtype uint8. Probabilities [C, Z, Y, X] have the dtype float32. Results with several time
+        points have a first axis T. Labels in an `.npy` file are memory-mapped, and all others are decoded on the first
+        access. Raises ValueError if the result has no labels that this client can read.
+        """
+        if self.path is not None and self.path.suffix.lower() == ".npy":
+            mapped: NDArray[Any] = np.load(self.path, mmap_mode="r")
+            return mapped
+        if self.path is not None and self.path.suffix.lower() not in {".tif", ".tiff"}:
+            raise ValueError(f"Read {self.path} with a library for its format, or save the result as .tif or .npy.")
+        if self.path is None and not self._content:
+            raise ValueError("The server saved this result on its own host: see `saved`.")
+        return _decode_tiff(self.path or io.BytesIO(self._content))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001 - NumPy's protocol
+        """Return the labels, for functions that accept arrays."""
+        return np.array(self.labels, dtype, copy=copy)
+
+
+class ResultReceiver:
+    """Receives the response with a result. The file appears only when it is complete.
+
+    headers  headers of the response
+    save_to  file in which the labels are saved; None: the labels stay in memory
+
+    Raises InvalidResponse if the response does not have the format of the file.
+    """
+
+    def __init__(self, headers: Mapping[str, str], save_to: Path | None) -> None:
+        self._headers, self._save_to = headers, save_to
+        self._media_type = headers.get("Content-Type", "").partition(";")[0].strip()
+        expected = _TIFF if save_to is None else MEDIA_TYPES[get_suffix(save_to)]
+        if self._media_type not in {expected, _JSON, _ZIP if expected == _TIFF else ""}:
+            raise InvalidResponse(
+                f"The server sent {self._media_type or 'a result without Content-Type'} instead of {expected}. Results"
+                " with several time points, and probabilities, can be saved as .tif or .npy."
+            )
+        self._resources = ExitStack()
+        self._file: BinaryIO = io.BytesIO()
+        self._part: Path | None = None
+        if save_to is not None and self._media_type != _JSON:
+            save_to.parent.mkdir(parents=True, exist_ok=True)
+            self._part = save_to.with_name(f".{save_to.name}-{uuid.uuid4().hex}")
+            self._file = self._part.open("xb")
+            self._resources.callback(self._part.unlink, missing_ok=True)
+            self._resources.callback(self._file.close)
+
+    def write(self, block: bytes) -> None:
+        """Add a block of the response."""
+        self._file.write(block)
+
+    def finish(self) -> Result:
+        """Return the result of a complete response. Blocks while files are written."""
+        content = self._file.getvalue() if isinstance(self._file, io.BytesIO) else b""
+        self._file.close()
+        metadata = _parse_headers(self._headers)
+        if self._media_type == _JSON:
+            return Result(**metadata, saved=json.loads(content))
+        table = None
+        if self._media_type == _ZIP:
+            content, table_content = self._unpack(content)
+            table = _parse_table(table_content)
+        if self._save_to is not None and self._part is not None:
+            if self._save_to.suffix.lower() == ".npy":
+                with self._replace_part() as path:
+                    _decode_tiff(self._part, path)
+            self._part.replace(self._save_to)
+        return Result(**metadata, table=table, path=self._save_to, _content=content)
+
+    def close(self) -> None:
+        """Delete an incomplete file."""
+        self._resources.close()
+
+    @contextmanager
+    def _replace_part(self) -> Iterator[Path]:
+        """Yield the path of a new file, which replaces the part file at the end."""
+        assert self._part is not None  # noqa: S101 - for type checkers
+        path = self._part.with_name(f"{self._part.name}-new")
+        self._resources.callback(path.unlink, missing_ok=True)
+        yield path
+        path.replace(self._part)
+
+    def _unpack(self, content: bytes) -> tuple[bytes, bytes]:
+        """Extract labels and table from an archive. Replace an archive on disk by the labels, and save the table."""
+        if self._part is None or self._save_to is None:
+            with ZipFile(io.BytesIO(content)) as archive:
+                return archive.read(_LABELS_FILE), archive.read(_TABLE_FILE)
+        with self._replace_part() as path, ZipFile(self._part) as archive:
+            table_content = archive.read(_TABLE_FILE)
+            with archive.open(_LABELS_FILE) as member, path.open("wb") as file:
+                shutil.copyfileobj(member, file, 2**20)
+        stem = self._save_to.name[: -len(get_suffix(self._save_to))]
+        self._save_to.with_name(f"{stem}.csv").write_bytes(table_content)
+        return b"", table_content
+
+
+def get_suffix(path: Path) -> str:
+    """Return the suffix of a file for labels. Raises ValueError if the format is not supported."""
+    for suffix in MEDIA_TYPES:
+        if path.name.lower().endswith(suffix):
+            return suffix
+    raise ValueError(f"{path} must end in {', '.join(MEDIA_TYPES)}.")
+
+
+def _parse_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return the metadata of a result, as keyword arguments of `Result`."""
+    warning = json.loads(headers.get("X-StackSeg-Warning", "null"))
+    low_confidence = None
+    if warning is not None:
+        suggested = re.findall(r"(\w+)=([^\s&;]+)", warning.get("try") or "")
+        low_confidence = LowConfidence(warning["detail"], dict(suggested))
+    notes = [low_confidence.detail] if low_confidence is not None else []
+    if "X-StackSeg-Note" in headers:
+        notes.append(headers["X-StackSeg-Note"])
+    sizes = [float(size) for size in headers.get("X-StackSeg-Voxel-Size", "").split(",") if size]
+    timing = re.findall(r"([\w-]+);dur=([\d.]+)", headers.get("Server-Timing", ""))
+    return {
+        "model": headers.get("X-StackSeg-Model", ""),
+        "objects": int(headers["X-StackSeg-Objects"]) if "X-StackSeg-Objects" in headers else None,
+        "voxel_size": (sizes[0], sizes[1], sizes[2]) if len(sizes) == 3 else None,
+        "diameter": headers.get("X-StackSeg-Diameter"),
+        "confidence": float(headers["X-StackSeg-Confidence"]) if "X-StackSeg-Confidence" in headers else None,
+        "low_confidence": low_confidence,
+        "warnings": notes,
+        "seconds": {stage: float(milliseconds) / 1000 for stage, milliseconds in timing},
+        "request_id": headers.get("X-Request-ID", ""),
+    }
+
+
+def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[Any]:
+    """Decode a result, in memory or into the `.npy` file `target`."""
+    with tifffile.TiffFile(file) as tiff:
+        series = tiff.series[0]
+        # tifffile adds axes of length 1, and also removes those of the result when it squeezes.
+        kept_axes = "CZYX" if series.name == "probabilities" else "ZYX"
+        dimensions = zip(series.get_axes(squeeze=False), series.get_shape(squeeze=False), strict=True)
+        shape = tuple(length for axis, length in dimensions if axis in kept_axes or length > 1)
+        if target is None:
+            decoded: NDArray[Any] = series.asarray(maxworkers=MAX_THREADS).reshape(shape)
+            return decoded
+        array = np.lib.format.open_memmap(target, "w+", series.dtype, shape)
+        series.asarray(out=array.reshape(series.shape), maxworkers=MAX_THREADS)
+        array.flush()
+        return array
+
+
+def _parse_table(content: bytes) -> Table:
+    header, *rows = csv.reader(io.StringIO(content.decode("utf-8")))
+    columns = zip(*rows, strict=True) if rows else [()] * len(header)
+    return {name: _parse_column(column) for name, column in zip(header, columns, strict=True)}
+
+
+def _parse_column(values: tuple[str, ...]) -> NDArray[Any]:
+    """Return the values of a column as integers, floats, booleans or strings. Missing values are NaN."""
+    if values and set(values) <= {"True", "False"}:
+        return np.array([value == "True" for value in values])
+    for convert in (int, lambda text: float(text or "nan")):
+        try:
+            return np.array([convert(value) for value in values])
+        except ValueError:
+            continue
+    return np.array(values)

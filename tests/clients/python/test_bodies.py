@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from numpy.typing import NDArray
+from stackseg_client import bodies
+from stackseg_client.bodies import ArrayBody, make_body
+
+
+def read_tiff(content: bytes, shape: tuple[int, ...]) -> NDArray[Any]:
+    with tifffile.TiffFile(io.BytesIO(content)) as tiff:
+        return tiff.series[0].asarray().reshape(shape)
+
+
+DTYPES = st.sampled_from(["?", "u1", "<u2", ">u2", "i4", "<f4", ">f8", "f2", "u8"])
+
+
+@given(st.data(), arrays.array_shapes(min_dims=2, max_dims=5, max_side=6), DTYPES, st.booleans())
+def test_arrays_become_tiffs_with_the_same_pixels(
+    data: st.DataObject, shape: tuple[int, ...], dtype: str, is_reversed: bool
+) -> None:
+    array = data.draw(arrays.arrays(dtype, shape, elements=st.integers(0, 1) if dtype == "?" else None))
+    array = np.flip(array.T) if is_reversed else array
+    body = ArrayBody(array)
+    content = b"".join(body.read_blocks())
+    assert len(content) == body.nbytes
+    np.testing.assert_array_equal(read_tiff(content, array.shape), array)
+    assert b"".join(body.read_blocks()) == content
+
+
+def test_contiguous_arrays_are_sent_without_a_copy() -> None:
+    array = np.zeros((3, 900, 800), np.uint16)
+    first, *blocks, last = ArrayBody(array).read_blocks()
+    assert all(np.shares_memory(np.frombuffer(block, np.uint8), array) for block in blocks)
+    assert max(len(block) for block in blocks) <= bodies.BLOCK_BYTES
+    assert sum(len(block) for block in blocks) == array.nbytes
+    assert len(first) + len(last) < 2000
+
+
+def test_chunks_of_zarr_arrays_are_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    array = zarr.create_array(tmp_path / "a.zarr", shape=(40, 100, 100), chunks=(16, 100, 100), dtype="uint16")
+    array[:] = np.arange(400_000, dtype=np.uint16).reshape(array.shape)
+    monkeypatch.setattr(bodies, "BLOCK_BYTES", 40_000)
+    body = ArrayBody(array)
+    slabs = list(bodies._read_slabs(array, array.shape, "<u2"))
+    assert [len(slab) for slab in slabs] == [16, 16, 8]
+    np.testing.assert_array_equal(read_tiff(b"".join(body.read_blocks()), array.shape), array[:])
+
+
+def test_stacks_of_more_than_4_gib_become_bigtiffs(tmp_path: Path) -> None:
+    # No pixels are read.
+    array = np.memmap(tmp_path / "sparse", np.uint16, "w+", shape=(2200, 1024, 1024))
+    head = next(ArrayBody(array).read_blocks())
+    assert bytes(head[:4]) == b"II+\0"
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        (np.zeros((3, 4, 5), complex), TypeError, "complex128"),
+        (np.zeros((3, 4, 5), "datetime64[s]"), TypeError, "datetime64"),
+        (np.zeros(7), ValueError, "two dimensions"),
+        (np.zeros((3, 0, 5)), ValueError, "one voxel"),
+        (Path(), IsADirectoryError, "segment_folder"),
+        (Path("missing.tif"), FileNotFoundError, "missing.tif"),
+    ],
+)
+def test_other_sources_are_refused_by_name(source: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        _ = make_body(source).nbytes
