@@ -18,7 +18,6 @@ from service.models.spec_parts import (
     Regions,
     StarConvex,
     Tiling,
-    TilingName,
 )
 
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
@@ -80,7 +79,7 @@ class Input(FrozenModel):
     normalisation: Normalization | tuple[Normalization, ...]
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
     roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    tiling: TilingName = "monai"
+    tiling: Literal["monai", "nnunet"] = "monai"
     resampling: Literal["linear", "nnunet"] = "linear"
     crop_zeros: bool = False
     mirror_axes: tuple[Literal["z", "y", "x"], ...] | None = None
@@ -208,7 +207,7 @@ class ModelSpec(FrozenModel):
         """Positions of the windows, and their scores."""
         if not isinstance(self.decoding, StarConvex):
             return Tiling(self.input.tiling)
-        return Tiling(self.input.tiling, self.input.roi_multiple or self.decoding.grid, self.decoding.grid)
+        return Tiling("stardist", self.input.roi_multiple or self.decoding.grid, self.decoding.grid)
 
     def get_activation(self, output: str) -> ActivationName:
         """Return the activation of the output with this name."""
@@ -279,12 +278,10 @@ class ModelSpec(FrozenModel):
     @model_validator(mode="after")
     def _check_star_convex(self) -> Self:
         decoding = self.decoding
-        if (self.input.tiling == "stardist") != isinstance(decoding, StarConvex):
-            raise ValueError("input.tiling must be stardist for `decoding.kind: star-convex`, and only for it")
         if not isinstance(decoding, StarConvex):
             return self
-        if self.input.resampling != "linear":
-            raise ValueError("input.resampling must be linear for `decoding.kind: star-convex`")
+        if (self.input.tiling, self.input.resampling) != ("monai", "linear"):
+            raise ValueError("input.tiling and input.resampling do not apply to `decoding.kind: star-convex`")
         count, required_count = len(self.outputs), 1 + decoding.rays.count
         if count != required_count:
             raise ValueError(f"outputs: {decoding.rays.count} rays require {required_count} outputs, not {count}")

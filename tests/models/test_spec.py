@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from service.core.errors import BrokenModel
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
-from service.models.spec_parts import Instances
+from service.models.spec_parts import MONAI_TILING, Instances
 
 
 def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
@@ -124,10 +124,10 @@ STAR_CONVEX: dict[str, Any] = {
 
 def test_scores_of_star_convex_models_may_be_coarser_than_voxels(tmp_path: Path) -> None:
     spec = read_spec(write_folder(tmp_path / "coarse", INSTANCES | STAR_CONVEX))
-    assert (spec.score_step, spec.window_alignment) == ((1, 2, 2), spec.input.roi_multiple or (1, 2, 2))
-    assert (spec.detects_objects, spec.probability_outputs) == (True, ("probability",))
+    assert spec.tiling == ("stardist", spec.input.roi_multiple or (1, 2, 2), (1, 2, 2))
+    assert (spec.has_objects, spec.probability_outputs) == (True, ("probability",))
     other = read_spec(write_folder(tmp_path / "fine", INSTANCES))
-    assert (other.score_step, other.window_alignment) == ((1, 1, 1), None)
+    assert other.tiling == MONAI_TILING
 
 
 @pytest.mark.parametrize(
@@ -136,6 +136,7 @@ def test_scores_of_star_convex_models_may_be_coarser_than_voxels(tmp_path: Path)
         ({"decoding": {"kind": "star-convex", "rays": {"count": 5}}}, "5 rays require 6 outputs, not 5"),
         ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [1, 3, 3]}}, "multiples of decoding.grid"),
         ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [0, 1, 1]}}, "greater than 0"),
+        ({"input": INSTANCES["input"] | {"tiling": "nnunet"}}, "do not apply"),
         ({"activation": "sigmoid"}, "need the activation none"),
         ({"activation": "softmax"}, "need the activation none"),
         ({"activation": {"probability": "sigmoid"}}, "one function for each of the outputs"),

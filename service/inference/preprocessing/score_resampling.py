@@ -55,9 +55,7 @@ class DecoderFactory:
                 cancelled=self.cancelled,
             )
         resampling = Resampling(self.size, stack_size, choose_score_interpolation(self.volume, self.spec))
-        decoder = make_decoder(
-            self.spec, stack_size, self.output, voxel_size, self.allocate, cancelled=self.cancelled
-        )
+        decoder = make_decoder(self.spec, stack_size, self.output, voxel_size, self.allocate, cancelled=self.cancelled)
         return ScoreResampler(decoder, resampling)
 
 

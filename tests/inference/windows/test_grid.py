@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid, as_size, scale_positions, split_runs
+from service.models.spec_parts import Tiling
 
 edges = st.integers(1, 13)
 rois = st.tuples(*[st.integers(1, 7)] * 3)
@@ -59,7 +60,7 @@ alignments = st.tuples(*[st.sampled_from([1, 2, 4])] * 3)
 @given(sizes=st.tuples(*[st.integers(1, 40)] * 3), factors=alignments, alignment=alignments, overlap=overlaps)
 def test_aligned_windows_cover_the_volume_and_are_evenly_spaced(sizes, factors, alignment, overlap):
     window_size = as_size([n * factor for n, factor in zip(alignment, factors, strict=True)])
-    grid = Grid.cover(sizes, window_size, overlap, alignment)
+    grid = Grid.cover(sizes, window_size, overlap, Tiling("stardist", alignment))
     for axis, starts in enumerate(grid.starts):
         length, multiple = window_size[axis], alignment[axis]
         assert grid.aligned_size[axis] == -(-sizes[axis] // multiple) * multiple
@@ -73,7 +74,7 @@ def test_aligned_windows_cover_the_volume_and_are_evenly_spaced(sizes, factors, 
 @given(size=st.tuples(*[st.integers(1, 40)] * 3), step=alignments, overlap=overlaps)
 def test_grid_of_scores_has_one_voxel_per_step(size, step, overlap):
     window_size = as_size([8 * n for n in step])
-    grid = Grid.cover(size, window_size, overlap, step)
+    grid = Grid.cover(size, window_size, overlap, Tiling("stardist", step, step))
     scores = grid.divide(step)
     assert scores.window_size == (8, 8, 8)
     assert scores.size == tuple(-(-length // n) for length, n in zip(size, step, strict=True))
@@ -82,7 +83,7 @@ def test_grid_of_scores_has_one_voxel_per_step(size, step, overlap):
 
 @given(size=st.tuples(*[st.integers(1, 20)] * 3), window=st.tuples(*[st.integers(1, 9)] * 3), overlap=overlaps)
 def test_windows_contain_every_voxel_of_the_volume(size, window, overlap):
-    grid, found = Grid.cover(size, window, overlap, (1, 1, 1)), np.zeros(size, int)
+    grid, found = Grid.cover(size, window, overlap, Tiling("stardist")), np.zeros(size, int)
     for position in grid.positions():
         box, targets = grid.locate(position)
         found[box] += 1
@@ -93,7 +94,7 @@ def test_windows_contain_every_voxel_of_the_volume(size, window, overlap):
 
 @given(length=st.integers(1, 200), window_length=st.integers(1, 64), overlap=st.floats(0, 0.9))
 def test_nnunet_windows_cover_the_volume_and_overlap_equally(length, window_length, overlap):
-    grid = Grid.cover((length, 1, 1), (window_length, 1, 1), overlap, "nnunet")
+    grid = Grid.cover((length, 1, 1), (window_length, 1, 1), overlap, Tiling("nnunet"))
     starts = grid.starts[0]
     steps = [after - before for before, after in itertools.pairwise(starts)]
     assert starts[0] == 0
@@ -104,4 +105,4 @@ def test_nnunet_windows_cover_the_volume_and_overlap_equally(length, window_leng
 
 def test_nnunet_windows_have_the_positions_of_its_documentation():
     """The example is from a comment in `compute_steps_for_sliding_window`."""
-    assert Grid.cover((110, 64, 64), (64, 64, 64), 0.5, "nnunet").starts[0] == (0, 23, 46)
+    assert Grid.cover((110, 64, 64), (64, 64, 64), 0.5, Tiling("nnunet")).starts[0] == (0, 23, 46)

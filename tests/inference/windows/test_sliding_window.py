@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from service.core.errors import Cancelled, NonFiniteScores
 from service.inference.windows.blending import Blending, compute_importance_map
-from service.inference.windows.grid import Grid, Sampling, fit_window_length, round_up
+from service.inference.windows.grid import Grid, fit_window_length, round_up
 from service.inference.windows.kernels import window_kernels
 from service.inference.windows.sliding_window import SlidingWindow, SparseImage
+from service.models.spec_parts import Tiling
 
 CPU = torch.device("cpu")
 GAUSSIAN = Blending("gaussian", 0.125)
@@ -220,7 +221,7 @@ def test_skipped_windows_contribute_their_scores_and_weights(kernel, data, size,
     assert len(calls) == -(-len(computed) // batch_size)
 
 
-STRIDED = Sampling((2, 4, 2), (1, 2, 2))
+STRIDED = Tiling("stardist", (2, 4, 2), (1, 2, 2))
 
 
 def make_strided_network() -> nn.Module:
@@ -241,9 +242,7 @@ def test_nearest_windows_that_overlap_enough_equal_the_whole_volume(kernel, size
     alignment, aligned_size = STRIDED.alignment, round_up(size, STRIDED.alignment)
     padding = [side for length, n in zip(size[::-1], aligned_size[::-1], strict=True) for side in (0, n - length)]
     roi = tuple(map(fit_window_length, aligned_size, (20, 40, 40), [0.6] * 3, alignment))
-    window = SlidingWindow(
-        network, 1, roi, batch_size, blending=Blending("nearest"), device=CPU, kernels=kernel, sampling=STRIDED
-    )
+    window = SlidingWindow(network, 1, roi, batch_size, blending=Blending(tiling=STRIDED), device=CPU, kernels=kernel)
     with torch.inference_mode():
         expected = network(functional.pad(image, padding, "reflect"))
         found = join_slabs(window.run(image, 0.6))

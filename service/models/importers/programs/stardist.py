@@ -78,7 +78,6 @@ def read(root: Path) -> Draft:
             "normalisation": {"kind": "percentile", "low": 1.0, "high": 99.8},
             "roi_size": _choose_window(config, architecture["arguments"], multiple),
             "roi_multiple": multiple,
-            "tiling": "stardist",
         },
         "outputs": ["probability", *distances],
         "activation": {"probability": "sigmoid", **dict.fromkeys(distances, "none")},

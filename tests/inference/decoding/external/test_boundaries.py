@@ -20,7 +20,7 @@ from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries
 
 bioimage_cpp = pytest.importorskip("bioimage_cpp", reason="requires the extra boundaries")
-from service.inference.decoding import boundaries  # noqa: E402
+from service.inference.decoding.external import boundaries  # noqa: E402
 
 DATA = ROOT / "tests" / "data" / "plantseg"
 SETTINGS: dict[str, Any] = json.loads((DATA / "decodings.json").read_text(encoding="utf-8"))
