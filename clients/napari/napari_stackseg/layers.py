@@ -117,6 +117,32 @@ def make_labels_layer(
     return placed, arguments
 
 
+def get_position(layer: Any, point: Sequence[float], axes: str, axis: str) -> int:
+    """Return the index along one axis of a layer at a point in world coordinates, such as the displayed time point."""
+    position = axes.index(axis)
+    index = round(float(layer.world_to_data(point[-layer.ndim :])[position]))
+    return min(max(index, 0), get_pixels(layer).shape[position] - 1)
+
+
+def take_volume(labels: NDArray[Any], axes: str, time: int | None) -> NDArray[Any]:
+    """Return the labels [Z, Y, X] of one time point from the data of a Labels layer for an image with these axes.
+
+    The inverse of `make_labels_layer`. Raises ValueError if the layer does not have the axes of the image.
+    """
+    shown = axes.rstrip("S")[-labels.ndim :]
+    if not set("ZYX") <= set(shown) or len(shown) != labels.ndim:
+        raise ValueError(f"The labels have {labels.ndim} dimensions, which are not those of the image ({axes}).")
+    for axis, length in zip(shown, labels.shape, strict=True):
+        if axis == "C" and length > 1:
+            raise ValueError("The labels have several channels. Save the labels of one channel.")
+    index = tuple(
+        slice(None) if axis in "ZYX" else (time or 0) if axis == "T" and length > 1 else 0
+        for axis, length in zip(shown, labels.shape, strict=True)
+    )
+    order = [axis for axis in shown if axis in "ZYX"]
+    return labels[index].transpose([order.index(axis) for axis in "ZYX"])
+
+
 def make_features(table: dict[str, NDArray[Any]] | None) -> dict[str, Any]:
     """Return a table of measurements as features: napari finds the row of a label in the column `index`."""
     return {"index": table["label"], **table} if table and "label" in table else {}

@@ -253,11 +253,8 @@ class SegmentWidget(QWidget):
             raise ValueError(f"{image.name} has {image.ndim} dimensions. Stacks have up to five: TCZYX.")
         time: str | int | None = None
         if "T" in axes:
-            point = self._viewer.dims.point[-image.ndim :]
-            position = axes.index("T")
-            length = layers.get_pixels(image).shape[position]
-            time = "all" if self.all_times.isChecked() else int(image.world_to_data(point)[position].round())
-            time = time if isinstance(time, str) else min(max(time, 0), length - 1)
+            shown = layers.get_position(image, self._viewer.dims.point, axes, "T")
+            time = "all" if self.all_times.isChecked() else shown
         diameter = self.diameter.currentData()
         if diameter == "":
             diameter = self.diameter_value.text().replace(" ", "").replace("µ", "u")

@@ -68,4 +68,3 @@ def inspect_file(connection: Connection, path: str) -> Inspection:
     """Return what the server reads from the file of a layer: axes, voxel size and channels."""
     with connection.open() as client:
         return client.inspect(path)
-
