@@ -58,7 +58,7 @@ def read_result(path: str) -> list[LayerData]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def read_sample(connection: Connection, model: str | None) -> tuple[Any, dict[str, Any]]:

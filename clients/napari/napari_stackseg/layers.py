@@ -59,7 +59,7 @@ def measure_shape(shapes: Any, image: Any, axes: str, voxel_size: VoxelSize | No
     The selected shape of the layer is measured, or else the last one. The diameter of an ellipse is that of a circle
     with the same area. Without a voxel size, it is measured in voxels of the image. Raises ValueError for other shapes.
     """
-    index = max(shapes.selected_data, default=len(shapes.data) - 1)
+    index = -1 if shapes is None else max(shapes.selected_data, default=len(shapes.data) - 1)
     kind = shapes.shape_type[index] if index >= 0 else "nothing"
     if kind not in {"line", "ellipse"}:
         raise ValueError(f"Draw a line or a circle across an object in a Shapes layer, or select one. Found: {kind}.")
@@ -121,7 +121,8 @@ def get_position(layer: Any, point: Sequence[float], axes: str, axis: str) -> in
     """Return the index along one axis of a layer at a point in world coordinates, such as the displayed time point."""
     position = axes.index(axis)
     index = round(float(layer.world_to_data(point[-layer.ndim :])[position]))
-    return min(max(index, 0), get_pixels(layer).shape[position] - 1)
+    length = int(get_pixels(layer).shape[position])
+    return min(max(index, 0), length - 1)
 
 
 def take_volume(labels: NDArray[Any], axes: str, time: int | None) -> NDArray[Any]:

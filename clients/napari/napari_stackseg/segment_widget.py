@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from napari.layers import Image, Shapes
-from qtpy.QtCore import QSize
+from qtpy.QtCore import QSignalBlocker, QSize, Qt
 from qtpy.QtGui import QIcon, QPixmap
 from qtpy.QtWidgets import (
     QCheckBox,
@@ -23,7 +23,7 @@ from qtpy.QtWidgets import (
 )
 from stackseg_client import Inspection, JobReport, Model, Result
 
-from napari_stackseg import background, layers
+from napari_stackseg import background, layers, messages
 from napari_stackseg.connection import CONNECTION, Connection, download_picture
 from napari_stackseg.files import read_sample
 from napari_stackseg.segmentation import Segmentation, inspect_file
@@ -50,7 +50,8 @@ class SegmentWidget(QWidget):
 
     def __init__(self, napari_viewer: Any) -> None:
         super().__init__()
-        self._viewer, self._running = napari_viewer, None
+        self._viewer = napari_viewer
+        self._running: Segmentation | None = None
         self._models: list[tuple[Model, bytes]] = []
         self.url, self.key = QLineEdit(CONNECTION.url), QLineEdit(CONNECTION.key or "")
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
@@ -136,7 +137,7 @@ class SegmentWidget(QWidget):
             pixmap = QPixmap()
             pixmap.loadFromData(picture)
             self.model.addItem(QIcon(pixmap), model.name, model.name)
-            self.model.setItemData(self.model.count() - 1, model.problem or model.summary, 3)  # Qt.ToolTipRole
+            self.model.setItemData(self.model.count() - 1, model.problem or model.summary, Qt.ItemDataRole.ToolTipRole)
         default = next((index for index, (model, _) in enumerate(models) if model.is_default), 0)
         self.model.setCurrentIndex(default)
         self.message.setText(f"Connected. {len(models)} models." if models else "The server has no models.")
@@ -163,13 +164,10 @@ class SegmentWidget(QWidget):
     def update_layers(self, _event: object = None) -> None:
         """List the images of the viewer."""
         selected = self.layer.currentText()
-        self.layer.blockSignals(True)
-        self.layer.clear()
-        for layer in self._viewer.layers:
-            if isinstance(layer, Image):
-                self.layer.addItem(layer.name)
-        self.layer.setCurrentIndex(max(0, self.layer.findText(selected)))
-        self.layer.blockSignals(False)
+        with QSignalBlocker(self.layer):
+            self.layer.clear()
+            self.layer.addItems([layer.name for layer in self._viewer.layers if isinstance(layer, Image)])
+            self.layer.setCurrentIndex(max(0, self.layer.findText(selected)))
         if self.layer.currentText() != selected:
             self._show_layer()
 
@@ -217,8 +215,8 @@ class SegmentWidget(QWidget):
 
     def _show_inspection(self, inspection: Inspection) -> None:
         text = layers.describe_stack(inspection.axes, inspection.stored_shape, inspection.voxel_size)
-        parts = [text, *inspection.notes, inspection.problem or background.describe_seconds(inspection.seconds)]
-        self.message.setText(background.rephrase(" ".join(filter(None, parts))))
+        parts = [text, *inspection.notes, inspection.problem or messages.describe_seconds(inspection.seconds)]
+        self.message.setText(messages.rephrase(" ".join(filter(None, parts))))
 
     def measure(self) -> None:
         """Use the length of a drawn line, or the diameter of a drawn circle, as object diameter."""
@@ -226,8 +224,6 @@ class SegmentWidget(QWidget):
             image, shapes = self.get_image(), self._viewer.layers.selection.active
             if not isinstance(shapes, Shapes):
                 shapes = next((layer for layer in reversed(self._viewer.layers) if isinstance(layer, Shapes)), None)
-            if shapes is None:
-                raise ValueError("Add a Shapes layer, and draw a line or a circle across an object.")
             measured = layers.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
         except ValueError as error:
             self._show_error(error)
@@ -277,11 +273,12 @@ class SegmentWidget(QWidget):
         except ValueError as error:
             self._show_error(error)
             return
-        self._running = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
+        run = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
+        self._running = run
         self.run_button.setEnabled(False)
         self.cancel_button.setEnabled(True)
-        done = partial(self._add_labels, image, self._running)
-        background.start(self._running.run, done=done, failed=self._show_error, reported=self._show_report)
+        done = partial(self._add_labels, image, run)
+        background.start(run.run, done=done, failed=self._show_failed, reported=self._show_report)
 
     def cancel(self) -> None:
         """Cancel the job on the server."""
@@ -295,7 +292,7 @@ class SegmentWidget(QWidget):
             self._show_inspection(report)
         elif isinstance(report, JobReport):
             self.progress.setValue(round(100 * report.fraction))
-            left = background.describe_seconds(report.seconds_left)
+            left = messages.describe_seconds(report.seconds_left)
             if report.state in STATES:
                 self.message.setText(STATES[report.state] + (f", {left} left." if left else "."))
         else:
@@ -324,7 +321,7 @@ class SegmentWidget(QWidget):
             **arguments,
         )
         diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
-        warnings = [f"⚠ {background.rephrase(warning)}" for warning in result.warnings]
+        warnings = [f"⚠ {messages.rephrase(warning)}" for warning in result.warnings]
         self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *warnings]))
 
     def _finish(self) -> None:
@@ -333,6 +330,9 @@ class SegmentWidget(QWidget):
         self.run_button.setEnabled(True)
         self.cancel_button.setEnabled(False)
 
-    def _show_error(self, error: BaseException) -> None:
+    def _show_failed(self, error: BaseException) -> None:
         self._finish()
-        self.message.setText(f"✗ {background.describe_error(error)}")
+        self._show_error(error)
+
+    def _show_error(self, error: BaseException) -> None:
+        self.message.setText(f"✗ {messages.describe_error(error)}")

@@ -20,7 +20,7 @@ from qtpy.QtWidgets import (
     QWidget,
 )
 
-from napari_stackseg import background, layers
+from napari_stackseg import background, layers, messages
 from napari_stackseg.connection import CONNECTION
 from napari_stackseg.training import Correction, Training, describe_training, list_state
 
@@ -185,4 +185,4 @@ class TrainingWidget(QWidget):
         self._show_error(error)
 
     def _show_error(self, error: BaseException) -> None:
-        self.message.setText(f"✗ {background.describe_error(error)}")
+        self.message.setText(f"✗ {messages.describe_error(error)}")
