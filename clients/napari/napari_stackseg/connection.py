@@ -25,7 +25,7 @@ DEFAULT_URL = "http://localhost:8000"
 
 @dataclass
 class Connection:
-    """URL and API key of the server. The defaults are STACKSEG_URL and STACKSEG_KEY in the environment."""
+    """URL and API key of the server. The defaults are NAPARI_STACKSEG_URL and NAPARI_STACKSEG_KEY in the environment."""
 
     url: str
     key: str | None
@@ -35,7 +35,7 @@ class Connection:
         return Client(self.url, self.key, retries=Retries(count=2, max_seconds=20.0))
 
 
-CONNECTION = Connection(os.environ.get("STACKSEG_URL", DEFAULT_URL), os.environ.get("STACKSEG_KEY"))
+CONNECTION = Connection(os.environ.get("NAPARI_STACKSEG_URL", DEFAULT_URL), os.environ.get("NAPARI_STACKSEG_KEY"))
 
 
 def download_picture(client: Client, model: str) -> bytes:

@@ -228,6 +228,7 @@ class SegmentWidget(QWidget):
         except ValueError as error:
             self._show_error(error)
             return
+        self.message.setText(f"Measured object diameter: {measured}.")
         self.diameter_value.setText(measured)
         self.diameter.setCurrentIndex(self.diameter.findData(""))
 
@@ -275,6 +276,7 @@ class SegmentWidget(QWidget):
             return
         run = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
         self._running = run
+        self.message.setText("Starting.")
         self.run_button.setEnabled(False)
         self.cancel_button.setEnabled(True)
         done = partial(self._add_labels, image, run)

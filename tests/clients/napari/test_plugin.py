@@ -2,7 +2,7 @@
 
 xvfb-run -a ENVIRONMENT/bin/pytest -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
 
-ENVIRONMENT contains napari[pyqt6], pytest and the dependencies of the client. STACKSEG_PYTHON is the interpreter of the
+ENVIRONMENT contains napari[pyqt6], pytest and the dependencies of the client. SERVICE_PYTHON is the interpreter of the
 service, by default that of the clone.
 """
 
@@ -49,7 +49,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     config, log = folder / "config.yaml", folder / "log"
     config.write_text(json.dumps({"models": {"serve": ["nuclei"]}, "annotations": {"folder": str(folder / "kept")}}))
-    python = os.environ.get("STACKSEG_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+    python = os.environ.get("SERVICE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
     command = [python, "-m", "service", "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
@@ -79,7 +79,7 @@ def viewer(url: str) -> Iterator[Any]:
 def widget(viewer: Any) -> SegmentWidget:
     widget = SegmentWidget(viewer)
     viewer.window.add_dock_widget(widget)
-    wait_until(lambda: widget.model.count())
+    wait_until(widget.model.count)
     return widget
 
 
@@ -134,7 +134,7 @@ def test_canceling_ends_the_job_on_the_server(viewer: Any, widget: SegmentWidget
     assert run is not None
     wait_until(lambda: run.job is not None and widget.progress.value() > 0)
     widget.cancel()
-    wait_until(lambda: widget.run_button.isEnabled())
+    wait_until(widget.run_button.isEnabled)
     assert widget.message.text() == "Canceled."
     assert len(viewer.layers) == 1
     with Client(connection.CONNECTION.url) as client:
@@ -175,18 +175,31 @@ def test_corrected_labels_train_a_model(viewer: Any, widget: SegmentWidget) -> N
     labels.data[labels.data == 5] = 0
     training = TrainingWidget(viewer)
     viewer.window.add_dock_widget(training)
-    wait_until(lambda: training.model.count())
+    wait_until(training.model.count)
     training.save()
     wait_until(lambda: training.annotations.count() or "✗" in training.message.text())
     assert training.annotations.count() == 1, training.message.text()
     with Client(connection.CONNECTION.url) as client:
         (record,) = connection.list_annotations(client)
-        assert record["job"]["id"] == labels.metadata["stackseg"]["job"] if "job" in record else True
+        assert record["job"] == labels.metadata["stackseg"]["job"]
     training.train()
     wait_until(lambda: training.message.text().startswith("Training") or "✗" in training.message.text())
     training.cancel()
-    wait_until(lambda: training.train_button.isEnabled())
+    wait_until(training.train_button.isEnabled)
     assert "cancelled" in training.message.text()
+
+
+def test_labels_without_a_job_are_saved_with_their_image(viewer: Any, url: str) -> None:
+    stack = tifffile.imread(SAMPLE)[:24]
+    place: dict[str, Any] = {"scale": (0.5, 0.2, 0.2), "units": ["um"] * 3}
+    viewer.add_image(stack, name="own", **place)
+    viewer.add_labels((stack > stack.mean()).astype(np.uint8), **place)
+    training = TrainingWidget(viewer)
+    training.save()
+    wait_until(lambda: "Saved" in training.message.text() or "✗" in training.message.text())
+    assert training.message.text() == "Saved as own."
+    with Client(url) as client:
+        assert connection.list_annotations(client)[0]["job"] is None
 
 
 def test_saved_results_open_with_their_voxel_size(viewer: Any, url: str, tmp_path: Path) -> None:
