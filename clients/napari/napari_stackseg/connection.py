@@ -25,7 +25,7 @@ DEFAULT_URL = "http://localhost:8000"
 
 @dataclass
 class Connection:
-    """URL and API key of the server. The defaults are NAPARI_STACKSEG_URL and NAPARI_STACKSEG_KEY in the environment."""
+    """URL and API key of the server, by default those of the environment."""
 
     url: str
     key: str | None
