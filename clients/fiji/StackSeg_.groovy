@@ -18,6 +18,7 @@ import ij.measure.Calibration
 import ij.measure.ResultsTable
 import ij.plugin.CompositeConverter
 import ij.process.ImageProcessor
+import java.math.MathContext
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
 import java.nio.file.FileSystems
@@ -97,12 +98,13 @@ class Terms {
     static String describe(String text) {
         def settings = ~/\b(${TITLES.keySet().join('|')})=((?:[\w:-]|[.,](?=\w))*)/
         return text.replaceAll(settings) { all, name, value ->
-            value ? "“${TITLES[name]}: ${VALUES.get(all, value)}”" : "“${TITLES[name]}”"
-        }.replaceAll(/([\d.]+),([\d.]+),([\d.]+)(px|um)\b/, '$3 × $2 × $1$4')
-            .replaceAll(/\b(\d+) x (\d+) x (\d+)\b/, '$3 × $2 × $1')
-            .replaceAll(/(\d) ?px\b/, '$1 voxels').replaceAll(/(\d) ?um\b/, '$1 µm')
+            value ? "\u201c${TITLES[name]}: ${VALUES.get(all, value)}\u201d" : "\u201c${TITLES[name]}\u201d"
+        }.replaceAll(/([\d.]+),([\d.]+),([\d.]+)(px|um)\b/, '$3 \u00d7 $2 \u00d7 $1$4')
+            .replaceAll(/\b(\d+) x (\d+) x (\d+)\b/, '$3 \u00d7 $2 \u00d7 $1')
+            .replaceAll(/(\d) ?px\b/, '$1 voxels').replaceAll(/(\d) ?um\b/, '$1 \u00b5m')
             .replaceAll(/\(confidence (\d\.\d+)\)/) { all, share -> "(confidence ${Math.round(100 * (share as double))}%)" }
-            .replace(' (docs/training.md)', '')
+            .replace(' (docs/training.md)', '').replace('along Z,Y,X', 'along x, y, z')
+            .replaceFirst(/^(\w+)(?=: )/) { all, name -> TITLES.get(name, name) }
     }
 
     /** Convert a number as ImageJ counts, from 1, or a name, to the parameter `channel`. */
@@ -288,7 +290,7 @@ class Job {
 
     String getSummary() {
         def count = report.objects == null ? 'Classes, not objects' : "$report.objects object${report.objects == 1 ? '' : 's'}"
-        def diameter = report.diameter ? ", object diameter ${Terms.describe(report.diameter as String)}" : ''
+        def diameter = report.diameter ? ", object diameter ${Terms.describe(report.diameter as String).replace('; stated', '').replace('; ', ', ')}" : ''
         return "$count$diameter, model $report.model"
     }
 
@@ -314,18 +316,18 @@ class Images {
     /** Return "x, y, z" in micrometers, or "" if the unit of the image is not a length. */
     static String voxelSize(ImagePlus image) {
         def calibration = image.calibration
-        def factor = MICROMETERS[calibration.unit?.toLowerCase()?.replaceAll('[µμ]', 'u')]
+        def factor = MICROMETERS[calibration.unit?.toLowerCase()?.replaceAll('[\u00b5\u03bc]', 'u')]
         if (!factor) return ''
         def sizes = [calibration.pixelWidth, calibration.pixelHeight, calibration.pixelDepth]
-        return sizes.collect { (it * factor).round(new java.math.MathContext(9)).stripTrailingZeros().toPlainString() }.join(', ')
+        return sizes.collect { new BigDecimal(it * factor, new MathContext(9)).stripTrailingZeros().toPlainString() }.join(', ')
     }
 
     /** Parse "x, y, z" in micrometers. Return null if the text is empty. */
     static List<Double> parseVoxelSize(String text) {
         if (!text?.trim()) return null
-        def sizes = text.split(/[,×]|\s+x\s+/)*.trim()
+        def sizes = text.split(/[,\u00d7]|\s+x\s+/)*.trim()
         if (sizes.size() != 3 || !sizes.every { it ==~ /\d*\.?\d+([eE]-?\d+)?/ && it.toDouble() > 0 })
-            throw new Problem("The voxel size “$text” must consist of three positive numbers: x, y, z in µm.")
+            throw new Problem("The voxel size \u201c${text}\u201d must consist of three positive numbers: x, y, z in \u00b5m.")
         return sizes*.toDouble()
     }
 
@@ -351,8 +353,10 @@ class Images {
         calibration.disableDensityCalibration()
         if (voxelSize == null) return calibration
         if (parseVoxelSize(Images.voxelSize(image)) == voxelSize) return calibration
-        (calibration.pixelWidth, calibration.pixelHeight, calibration.pixelDepth) = voxelSize
-        calibration.unit = 'µm'
+        calibration.pixelWidth = voxelSize[0]
+        calibration.pixelHeight = voxelSize[1]
+        calibration.pixelDepth = voxelSize[2]
+        calibration.unit = '\u00b5m'
         return calibration
     }
 
@@ -401,6 +405,7 @@ class Images {
         def names = lines[0].split(',')
         def table = new ResultsTable()
         table.showRowNumbers(false)
+        table.precision = 6
         lines.drop(1).findAll().each { line ->
             table.incrementCounter()
             [names, line.split(',', -1)].transpose().each { name, text ->
@@ -544,7 +549,7 @@ class Tasks {
         }
     }
 
-    private static String size(ImagePlus image) { "$image.width × $image.height × $image.NSlices" }
+    private static String size(ImagePlus image) { "$image.width \u00d7 $image.height \u00d7 $image.NSlices" }
 
     private Map createParameters() {
         def parameters = settings.findAll { it.key in PASSED_ON && it.value }
@@ -558,7 +563,7 @@ class Tasks {
     private static List<Integer> parseTimes(String text, int frames) {
         if (text == 'all') return [1, frames]
         def range = text =~ /^\s*(\d+)\s*(?:-\s*(\d+)\s*)?$/
-        if (!range) throw new Problem("The time points “$text” must be a number, a range such as 2-5, or all.")
+        if (!range) throw new Problem("The time points \u201c${text}\u201d must be a number, a range such as 2-5, or all.")
         return [range[0][1] as int, (range[0][2] ?: range[0][1]) as int]
     }
 }
@@ -576,7 +581,7 @@ class Dialogs {
         start.addStringField('Address of the service', Prefs.get('stackseg.url', 'http://localhost:8000'), 30)
         start.addStringField('API key (if required)', Prefs.get('stackseg.key', ''), 30)
         def keyField = start.stringFields.lastElement()
-        keyField.echoChar = '•' as char
+        keyField.echoChar = '\u2022' as char
         show(start, 'Continue')
         def task = start.nextChoice
         def url = start.nextString
@@ -597,7 +602,7 @@ class Dialogs {
         def dialog = new GenericDialog(Tasks.SEGMENT)
         addChannel(dialog, image)
         if (image.NFrames > 1) addTimes(dialog, String.valueOf(image.frame))
-        dialog.addStringField('Voxel size x, y, z in µm', Images.voxelSize(image), 20)
+        dialog.addStringField('Voxel size x, y, z in \u00b5m', Images.voxelSize(image), 20)
         addModel(dialog, models)
         show(dialog, 'Segment')
         def settings = [:]
@@ -620,7 +625,7 @@ class Dialogs {
         dialog.addStringField('Files', '*.{tif,tiff,lsm,czi,nd2,lif,oib,ims}', 30)
         dialog.addStringField('Channel to segment (number, name, or empty)', '', 10)
         addTimes(dialog, '')
-        dialog.addStringField('Voxel size x, y, z in µm (empty: as in the files)', '', 20)
+        dialog.addStringField('Voxel size x, y, z in \u00b5m (empty: as in the files)', '', 20)
         addModel(dialog, models)
         show(dialog, 'Segment')
         def output = new File(dialog.nextString)
@@ -762,6 +767,7 @@ try {
     else Dialogs.run()
 } catch (Canceled ignored) {
     IJ.showStatus('Canceled')
+    if (hasArguments) System.exit(1)
 } catch (Problem problem) {
     if (!hasArguments) IJ.error('StackSeg', Dialogs.wrap(problem.message))
     else {
