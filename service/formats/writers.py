@@ -63,7 +63,7 @@ def draw_thumbnail(volume: Volume, segmentation: Segmentation) -> bytes:
     return draw_plane(volume.read(z, z + 1)[0, 0, ::step, ::step], labels)
 
 
-def draw_plane(pixels: Array, labels: Array | None) -> bytes:
+def draw_plane(pixels: Array, labels: Array | None = None) -> bytes:
     """Draw pixels [Y, X] in gray, and the borders of labels [Y, X] in the colors of the label file, as a PNG."""
     plane = np.nan_to_num(pixels.astype(np.float32))
     low, high = np.percentile(plane, (1, 99.8))
