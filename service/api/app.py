@@ -26,6 +26,7 @@ from service.api.access.trusted_hosts import (
     CORS_RESPONSE_HEADERS,
     TrustedHosts,
 )
+from service.api.agents import route as agents
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
@@ -35,7 +36,6 @@ from service.api.messages.problems import (
     handle_error,
 )
 from service.api.routes import (
-    agents,
     corrections,
     docs,
     inspect,
