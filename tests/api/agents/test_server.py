@@ -198,6 +198,17 @@ def test_messages_pass_the_checks_of_the_service(live: LiveServer) -> None:
     assert live.client.get("/mcp", headers=headers).status_code == 405
 
 
+def test_unexpected_errors_reveal_no_details(live: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise LookupError("/srv/secret/folder")
+
+    monkeypatch.setattr(live.runtime.models, "list_states", fail)
+    result = call(live, "list_models")
+    assert result.is_error
+    assert result.structured_content["type"] == "urn:stackseg:problem:internal-error"
+    assert "secret" not in result.model_dump_json()
+
+
 def test_missing_extra_is_a_configuration_error(bands_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.api.app.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="stackseg\\[mcp\\]"):
