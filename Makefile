@@ -53,6 +53,7 @@ lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scrip
 	$(BIN)/lint-imports
 	$(BIN)/deptry .
 	cd clients/python && ../../$(BIN)/deptry .
+	cd clients/napari && ../../$(BIN)/deptry .
 	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
 	$(BIN)/hadolint docker/Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml

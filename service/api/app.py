@@ -7,7 +7,9 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cached_property
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -24,6 +26,7 @@ from service.api.access.trusted_hosts import (
     CORS_RESPONSE_HEADERS,
     TrustedHosts,
 )
+from service.api.agents import route as agents
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
@@ -46,9 +49,13 @@ from service.api.routes import (
     trainings,
 )
 from service.core.config import Settings
+from service.core.errors import ConfigError
 from service.core.files.bundled import get_software_version
 from service.serving.build import DEFAULT_FACTORIES, ServiceFactories, build
 from service.serving.storage.threads import start_file_threads
+
+if TYPE_CHECKING:
+    from service.api.agents.server import AgentServer
 
 _ROUTE_MODULES = (
     segment,
@@ -60,6 +67,7 @@ _ROUTE_MODULES = (
     inspect,
     models,
     status,
+    agents,
     docs,
     page,
 )
@@ -130,6 +138,7 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
         lifespan=_lifespan,
         responses=describe_problem_responses(),
     )
+    app.state.agent_server = _make_agent_server(settings)
     service = build(settings, factories)
     app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs
     app.state.annotations, app.state.trainings = service.annotations, service.trainings
@@ -146,6 +155,22 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
         app.add_exception_handler(error_type, handler)
     app.add_exception_handler(Exception, UNEXPECTED_HANDLER)
     return app
+
+
+def _make_agent_server(settings: Settings) -> AgentServer | None:
+    """Return the server of the tools for agents, or None if it is disabled. Raises ConfigError if the extra is missing.
+
+    Its library is imported only if it is enabled, because the import takes a second.
+    """
+    if not settings.server.mcp:
+        return None
+    if find_spec("mcp") is None:
+        raise ConfigError(
+            "server.mcp is true, but the extra mcp is not installed. Install it with pip install 'stackseg[mcp]', or"
+            " set server.mcp to false."
+        )
+    server: AgentServer = import_module("service.api.agents.server").AgentServer()
+    return server
 
 
 def _make_head_router(endpoints: Iterable[APIRoute]) -> APIRouter:
@@ -179,4 +204,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         exit_stack.push_async_callback(asyncio.to_thread, state.async_jobs.stop)
         state.trainings.start()
         exit_stack.push_async_callback(asyncio.to_thread, state.trainings.stop)
+        if state.agent_server is not None:
+            await exit_stack.enter_async_context(state.agent_server.run())
         yield

@@ -9,7 +9,7 @@ import numpy as np
 from imagecodecs import png_encode
 
 from service.core.files.atomic_files import write_atomically
-from service.core.types import Segmentation, Volume
+from service.core.types import Array, Segmentation, Volume
 from service.formats import npy_nifti
 from service.formats.tiff import writer as tiff_writer
 from service.formats.tiff.imagej_metadata import make_label_colors
@@ -59,16 +59,30 @@ def draw_thumbnail(volume: Volume, segmentation: Segmentation) -> bytes:
     """
     z = volume.shape[1] // 2
     step = -(-max(volume.shape[2:]) // MAX_THUMBNAIL_PIXELS)
-    plane = np.nan_to_num(volume.read(z, z + 1)[0, 0, ::step, ::step].astype(np.float32))
+    labels = None if segmentation.kind == "probabilities" else segmentation.pixels[z, ::step, ::step]
+    return draw_plane(volume.read(z, z + 1)[0, 0, ::step, ::step], labels)
+
+
+def draw_plane(pixels: Array, labels: Array | None = None) -> bytes:
+    """Draw pixels [Y, X] in gray, and the borders of labels [Y, X] in the colors of the label file, as a PNG."""
+    plane = np.nan_to_num(pixels.astype(np.float32))
     low, high = np.percentile(plane, (1, 99.8))
     gray = np.clip((plane - low) / max(high - low, 1e-9), 0, 1) * 255
     image = np.repeat(gray.astype(np.uint8)[..., None], 3, axis=-1)
-    if segmentation.kind != "probabilities":
-        labels = segmentation.pixels[z, ::step, ::step]
+    if labels is not None:
         border = np.zeros(labels.shape, bool)
         border[:-1] |= labels[:-1] != labels[1:]
         border[:, :-1] |= labels[:, :-1] != labels[:, 1:]
-        colors = np.reshape(make_label_colors(), (3, 256)).T // 257
-        border_labels = np.maximum(labels[border], 1).astype(np.int64)
-        image[border] = colors[(border_labels - 1) % 255 + 1]
+        image[border] = _color_labels(np.maximum(labels[border], 1))
     return bytes(png_encode(image))
+
+
+def draw_labels(labels: Array) -> bytes:
+    """Draw labels [Y, X] in the colors of the label file, on a black background, as a PNG."""
+    return bytes(png_encode(np.where(labels[..., None] > 0, _color_labels(np.maximum(labels, 1)), np.uint8(0))))
+
+
+def _color_labels(labels: Array) -> Array:
+    """Return the colors, uint8 with a last axis RGB, of labels from 1."""
+    colors = (np.reshape(make_label_colors(), (3, 256)).T // 257).astype(np.uint8)
+    return np.asarray(colors[(labels.astype(np.int64) - 1) % 255 + 1])

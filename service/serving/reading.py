@@ -138,9 +138,12 @@ def read_with_reservation(  # noqa: PLR0913
     reserve: Callable[[int], object],
     *,
     scratch: Path,
+    is_shared: bool = False,
     cancelled: CancellationCheck,
 ) -> Volume:
     """Read a selection like `Reader.read`, but call `reserve` with its size before a large volume is decoded."""
-    volume = reader.read_small(source, selection, scratch, cancelled=cancelled)
+    volume = reader.read_small(source, selection, scratch, is_shared=is_shared, cancelled=cancelled)
     reserve(volume.nbytes)
-    return volume if isinstance(volume, Volume) else reader.read(source, selection, scratch, cancelled=cancelled)
+    if isinstance(volume, Volume):
+        return volume
+    return reader.read(source, selection, scratch, is_shared=is_shared, cancelled=cancelled)

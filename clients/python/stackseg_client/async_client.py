@@ -160,6 +160,10 @@ class AsyncClient:
         """Return the sample stack of a model, a TIFF, to try the server without own data."""
         return await self._run(operations.download_sample(model))
 
+    async def run(self, operation: Operation[T]) -> T:
+        """Perform an operation that this class has no method for, as `Client.run` does."""
+        return await self._run(operation)
+
     async def _run(self, operation: Operation[T], retries: Retries | None = None) -> T:
         """Perform an operation, and repeat it if the server is busy or cannot be reached."""
         retries = retries or self._retries

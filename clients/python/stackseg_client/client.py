@@ -211,6 +211,10 @@ class Client:
         """
         return self._run(operations.download_sample(model))
 
+    def run(self, operation: Operation[T]) -> T:
+        """Perform an operation that this class has no method for, such as a request to another endpoint."""
+        return self._run(operation)
+
     def _run_folder(
         self, items: list[FolderItem], concurrency: int, parameters: Parameters, *, table: bool, overwrite: bool
     ) -> Iterator[FolderItem]:

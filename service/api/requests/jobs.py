@@ -53,7 +53,14 @@ KEY_HEADER = {
 
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager) -> Response:
-    """Admit a request, receive its file into the jobs folder, submit a job, and return the response with its report.
+    """Submit a job like `submit_job`, and return the response with its report."""
+    report = await submit_job(request, runtime, async_jobs)
+    location = make_url_path(request.scope, f"/jobs/{report.id}")
+    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": location})
+
+
+async def submit_job(request: Request, runtime: Runtime, async_jobs: JobManager) -> JobReport:
+    """Admit a request, receive its file into the jobs folder, submit a job, and return its report.
 
     If the client has already submitted the job with the same idempotency key, return the report of the existing job.
     """
@@ -65,9 +72,7 @@ async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager)
     query = parse_query(request) if is_known else (await admit(request, runtime)).query
     async with receive_file(request, query, incoming_folder(async_jobs), allow_folders=True) as file:
         view = await run_while_connected(request, _find_or_submit(request, runtime, async_jobs, file, key_value))
-    report = report_job(view, async_jobs.keep_seconds, request.scope)
-    location = make_url_path(request.scope, f"/jobs/{report.id}")
-    return JSONResponse(report.model_dump(mode="json"), 202, headers={"Location": location})
+    return report_job(view, async_jobs.keep_seconds, request.scope)
 
 
 async def _find_or_submit(

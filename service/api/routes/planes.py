@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from service.api.dependencies import RuntimeDependency, get_async_jobs, get_caller, get_quota_name, get_stacks
+from service.api.dependencies import RuntimeDependency, get_quota_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
+from service.api.requests.volumes import open_label_volume, open_stack_volume
 from service.core.errors import RateLimited
-from service.core.types import CancellationCheck, Selection, Volume
-from service.serving.reading import read_with_reservation
-from service.serving.results.media_types import read_labels
+from service.core.types import Volume
 from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
-from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.memory_budget import FairMemoryBudget
 from service.serving.storage.threads import FILE_THREADS, run_in_thread
-from service.serving.storage.volume_cache import ReserveFunction, VolumeKey
 
 router = APIRouter()
 
@@ -55,14 +49,7 @@ async def get_stack_planes(
     plane_range: PlaneRangeQuery,
 ) -> Response:
     """Get planes of an uploaded stack as raw pixel values, for display."""
-    stored_stack = await run_in_thread(partial(get_stacks(request).find, stack, get_caller(request)))
-
-    def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
-        return read_with_reservation(
-            runtime.reader, stored_stack.path, selection, reserve, scratch=folder, cancelled=cancelled
-        )
-
-    volume = await _open_volume(request, runtime, VolumeKey(stack, selection), read)
+    volume = await open_stack_volume(request, runtime, stack, selection)
     return await _send_planes(request, runtime, volume, plane_range)
 
 
@@ -74,53 +61,8 @@ async def get_label_planes(
 
     For planes of the segmented stack, use `GET /stacks/{stack}/planes`.
     """
-    async_jobs = await get_async_jobs(request)
-    file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
-
-    def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:
-        read_file = partial(
-            read_with_reservation,
-            runtime.reader,
-            selection=Selection(time=time),
-            scratch=folder,
-            reserve=reserve,
-            cancelled=cancelled,
-        )
-        return read_labels(read_file, file, metadata, folder)
-
-    with file:
-        volume = await _open_volume(request, runtime, VolumeKey(job, time), read)
+    volume = await open_label_volume(request, runtime, job, time)
     return await _send_planes(request, runtime, volume, plane_range)
-
-
-async def _open_volume(
-    request: Request,
-    runtime: Runtime,
-    key: VolumeKey,
-    read: Callable[[Path, ReserveFunction, CancellationCheck], Volume],
-) -> Volume:
-    """Return the cached volume for a key, or decode the volume in a decoder thread.
-
-    `read` decodes the volume into an empty folder, after reserving disk space for it.
-
-    Raises the same errors as `read` and `VolumeCache.get_or_read`, and Cancelled if the client disconnects.
-    """
-    if (volume := runtime.volume_cache.find(key)) is not None:
-        return volume
-    cancelled = threading.Event()
-
-    def decode(reserve: ReserveFunction) -> Volume:
-        folder = runtime.scratch.make_request_folder()
-        try:
-            return read(folder, reserve, cancelled.is_set)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    with translate_disk_errors():
-        client = get_quota_name(request)
-        open_volume = partial(runtime.volume_cache.get_or_read, key, client, runtime.scratch_space, decode)
-        threads = runtime.decode_threads.for_client(client)
-        return await run_while_connected(request, run_in_thread(open_volume, threads, cancelled))
 
 
 async def _send_planes(request: Request, runtime: Runtime, volume: Volume, plane_range: PlaneRange) -> Response:

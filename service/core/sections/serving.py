@@ -169,6 +169,7 @@ class Server(Section):
                         are closed to admit new ones
     keep_alive_seconds  time after which an idle connection is closed. It should be longer than the time for which a
                         proxy keeps idle connections, so that no request is sent on a connection that is being closed
+    mcp                 whether AI agents can use the service through `POST /mcp`; requires the `mcp` extra
     """
 
     host: str = "127.0.0.1"
@@ -180,6 +181,7 @@ class Server(Section):
     drain_seconds: PositiveFloat = 30.0
     connections: PositiveInt = 1000
     keep_alive_seconds: PositiveFloat = 75.0
+    mcp: bool = False
 
     @model_validator(mode="after")
     def _check_tls_files(self) -> Self:

@@ -221,11 +221,15 @@ class JobManager:
         """Return whether an unfinished job uses this model."""
         return any(active_job.request.model == model for active_job in self.runner.active_jobs)
 
-    def cancel(self, job_id: str, owner: str | None) -> None:
-        """Cancel an unfinished job, or delete a finished job with its result. Raises UnknownJob."""
+    def cancel(self, job_id: str, owner: str | None, *, keep_finished: bool = False) -> None:
+        """Cancel an unfinished job. Delete a finished job with its result unless `keep_finished` is set.
+
+        Raises UnknownJob.
+        """
         self._store.find(job_id, owner)
         if not self._store.cancel(job_id):
-            self._store.delete(job_id)
+            if not keep_finished:
+                self._store.delete(job_id)
             return
         if (active_job := self.runner.find(job_id)) is not None:
             active_job.job.cancel()

@@ -1,0 +1,1 @@
+"""napari plugin that segments stacks, and trains models, on a StackSeg server."""

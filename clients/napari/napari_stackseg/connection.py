@@ -1,0 +1,91 @@
+"""The server that all widgets of the plugin use, and requests that `Client` has no methods for."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+from stackseg_client import Client, Retries
+from stackseg_client.bodies import BytesBody
+from stackseg_client.operations import Operation
+from stackseg_client.parameters import encode_parameters
+from stackseg_client.reports import ContentReceiver
+
+T = TypeVar("T")
+
+DEFAULT_URL = "http://localhost:8000"
+
+
+@dataclass
+class Connection:
+    """URL and API key of the server, by default those of the environment."""
+
+    url: str
+    key: str | None
+
+    def open(self) -> Client:
+        """Return a client that soon reports a server that cannot be reached. Raises ValueError for an invalid URL."""
+        return Client(self.url, self.key, retries=Retries(count=2, max_seconds=20.0))
+
+
+CONNECTION = Connection(os.environ.get("NAPARI_STACKSEG_URL", DEFAULT_URL), os.environ.get("NAPARI_STACKSEG_KEY"))
+
+
+def download_picture(client: Client, model: str) -> bytes:
+    """Return a picture of the result for the sample of a model, as PNG. Raises NotFound if it has none."""
+    path = f"/models/{quote(model, safe='')}/picture"
+    return client.run(Operation("GET", path, lambda _headers: ContentReceiver(bytes)))
+
+
+def annotate(client: Client, labels: NDArray[Any], **parameters: Any) -> dict[str, Any]:
+    """Store corrected labels [Z, Y, X] of an uploaded stack (`stack`) or of a job (`job`), and return the record.
+
+    `parameters` are those of `POST /annotations`: `name`, `channel`, `time`, `axes`, `voxel_size` and `changes`.
+    """
+    content = io.BytesIO()
+    np.save(content, np.ascontiguousarray(labels, np.uint32))
+    body = BytesBody(content.getvalue())
+    headers = {"Content-Type": "application/x-npy", "Content-Length": str(body.nbytes)}
+    encoded = encode_parameters(parameters)
+    record: dict[str, Any] = client.run(
+        Operation("POST", "/annotations", _receive_json(dict), encoded, headers, body, is_repeatable=False)
+    )
+    return record
+
+
+def list_annotations(client: Client) -> list[dict[str, Any]]:
+    """Return the records of your annotated stacks, newest first."""
+    return client.run(Operation("GET", "/annotations", _receive_json(lambda raw: list(raw["annotations"]))))
+
+
+def train(client: Client, model: str, annotations: list[str], name: str, minutes: float) -> dict[str, Any]:
+    """Start to train `model` on annotated stacks, and return the report of the training run."""
+    request = {"model": model, "annotations": annotations, "name": name, "minutes": minutes}
+    body = BytesBody(json.dumps(request).encode())
+    headers = {"Content-Type": "application/json", "Content-Length": str(body.nbytes)}
+    return client.run(Operation("POST", "/trainings", _receive_json(dict), {}, headers, body, is_repeatable=False))
+
+
+def get_training(client: Client, training_id: str) -> dict[str, Any]:
+    """Return the report of a training run."""
+    return client.run(Operation("GET", _training_path(training_id), _receive_json(dict)))
+
+
+def cancel_training(client: Client, training_id: str) -> None:
+    """Cancel a training run."""
+    client.run(Operation("DELETE", _training_path(training_id), _receive_json(bool), is_repeatable=False))
+
+
+def _training_path(training_id: str) -> str:
+    return f"/trainings/{quote(training_id, safe='')}"
+
+
+def _receive_json(parse: Callable[[Any], T]) -> Callable[[Mapping[str, str]], ContentReceiver[T]]:
+    return lambda _headers: ContentReceiver(lambda content: parse(json.loads(content or b"null")))

@@ -1,0 +1,158 @@
+"""Layers of napari as stacks for the server, and results of the server as layers.
+
+Axes are letters of TZCYXS, one per dimension of the layer's data. S are the samples of RGB images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+VoxelSize = tuple[float, float, float]
+
+_LETTERS = {"time": "T", "channel": "C", "depth": "Z", "height": "Y", "width": "X"}
+# Axes to choose from if a layer does not name them. The first is the most frequent one.
+AXES_CHOICES = {
+    2: ["YX"],
+    3: ["ZYX", "TYX"],
+    4: ["TZYX", "CZYX", "ZCYX"],
+    5: ["TCZYX", "TZCYX", "CTZYX"],
+}
+
+
+def get_pixels(layer: Any) -> Any:
+    """Return the array of a layer at full resolution."""
+    return layer.data[0] if layer.multiscale else layer.data
+
+
+def list_axes(layer: Any) -> list[str]:
+    """Return the possible axes of a layer: those that it names, or else the usual ones. Empty if there are none."""
+    suffix = "S" if getattr(layer, "rgb", False) else ""
+    names = [str(label).lower() for label in layer.axis_labels]
+    named = "".join(_LETTERS.get(name, name.upper()) for name in names)
+    if len(named) == layer.ndim == len(set(named)) and set("YX") <= set(named) <= set("TZCYX"):
+        return [named + suffix]
+    return [axes + suffix for axes in AXES_CHOICES.get(layer.ndim, [])]
+
+
+def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
+    """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none."""
+    if "Z" not in axes:
+        return None, ""
+    positions = [axes.index(axis) for axis in "ZYX"]
+    scales, units = [float(layer.scale[index]) for index in positions], [layer.units[index] for index in positions]
+    if all(unit.is_compatible_with("micrometer") for unit in units):
+        sizes = [abs(scale) * (1 * unit).to("micrometer").magnitude for scale, unit in zip(scales, units, strict=True)]
+        return (sizes[0], sizes[1], sizes[2]), "from the layer"
+    if all(scale == 1 for scale in scales):
+        return None, "The layer has no voxel size."
+    return (abs(scales[0]), abs(scales[1]), abs(scales[2])), "The scale of the layer has no unit; taken as µm."
+
+
+def measure_shape(shapes: Any, image: Any, axes: str, voxel_size: VoxelSize | None) -> str:
+    """Return the length of a line, or the diameter of a circle, as the parameter `diameter`: `6.5um` or `15px`.
+
+    The selected shape of the layer is measured, or else the last one. The diameter of an ellipse is that of a circle
+    with the same area. Without a voxel size, it is measured in voxels of the image. Raises ValueError for other shapes.
+    """
+    index = -1 if shapes is None else max(shapes.selected_data, default=len(shapes.data) - 1)
+    kind = shapes.shape_type[index] if index >= 0 else "nothing"
+    if kind not in {"line", "ellipse"}:
+        raise ValueError(f"Draw a line or a circle across an object in a Shapes layer, or select one. Found: {kind}.")
+    spatial = [axes.index(axis) for axis in "ZYX" if axis in axes]
+    steps = [1.0] * len(spatial) if voxel_size is None else voxel_size[-len(spatial) :]
+
+    def to_image(point: NDArray[Any]) -> NDArray[Any]:
+        world = np.asarray(shapes.data_to_world(point))[-image.ndim :]
+        world = np.pad(world, (image.ndim - len(world), 0))
+        return np.asarray(image.world_to_data(world))[spatial] * steps
+
+    corners = [to_image(point) for point in shapes.data[index]]
+    lengths = [float(np.linalg.norm(corners[i + 1] - corners[i])) for i in range(1 if kind == "line" else 2)]
+    diameter = math.prod(lengths) ** (1 / len(lengths))
+    if diameter <= 0:
+        raise ValueError("The line or circle has no length. Draw it across an object.")
+    return f"{diameter:.4g}{'px' if voxel_size is None else 'um'}"
+
+
+def make_labels_layer(
+    labels: NDArray[Any], image: Any, axes: str, chosen: dict[str, int]
+) -> tuple[NDArray[Any], dict[str, Any]]:
+    """Return labels [T, Z, Y, X] or [Z, Y, X] and the arguments that place them on their image.
+
+    axes    axes of the image
+    chosen  index of the segmented channel C and time point T, if there are several; labels have only this one
+
+    napari aligns the last dimensions of layers, so an axis without labels is dropped only if it comes first. Raises
+    ValueError for a sheared image with such an axis.
+    """
+    axes = axes.rstrip("S")
+    labels_axes = "TZYX"[-labels.ndim :]
+    if "Z" not in axes:
+        labels, labels_axes = labels[..., 0, :, :], labels_axes.replace("Z", "")
+    order = [axis for axis in axes if axis in labels_axes]
+    first = axes.index(order[0])
+    kept = list(range(first, len(axes)))
+    placed = labels.transpose([labels_axes.index(axis) for axis in order])
+    translate = np.array(image.translate, float)
+    for index in kept:
+        if axes[index] not in labels_axes:
+            placed = np.expand_dims(placed, index - first)
+            translate[index] += image.scale[index] * chosen.get(axes[index], 0)
+    if first and np.any(image.shear):
+        raise ValueError("The image is sheared. Split its channels or time points into layers first.")
+    square = np.ix_(kept, kept)
+    arguments = {
+        "scale": np.asarray(image.scale)[kept],
+        "translate": translate[kept],
+        "rotate": np.asarray(image.rotate)[square],
+        "affine": np.asarray(image.affine.affine_matrix)[np.ix_([*kept, len(axes)], [*kept, len(axes)])],
+        "units": [image.units[index] for index in kept],
+        "axis_labels": [image.axis_labels[index] for index in kept],
+    } | ({} if first else {"shear": image.shear})
+    return placed, arguments
+
+
+def get_position(layer: Any, point: Sequence[float], axes: str, axis: str) -> int:
+    """Return the index along one axis of a layer at a point in world coordinates, such as the displayed time point."""
+    position = axes.index(axis)
+    index = round(float(layer.world_to_data(point[-layer.ndim :])[position]))
+    length = int(get_pixels(layer).shape[position])
+    return min(max(index, 0), length - 1)
+
+
+def take_volume(labels: NDArray[Any], axes: str, time: int | None) -> NDArray[Any]:
+    """Return the labels [Z, Y, X] of one time point from the data of a Labels layer for an image with these axes.
+
+    The inverse of `make_labels_layer`. Raises ValueError if the layer does not have the axes of the image.
+    """
+    shown = axes.rstrip("S")[-labels.ndim :]
+    if not set("ZYX") <= set(shown) or len(shown) != labels.ndim:
+        raise ValueError(f"The labels have {labels.ndim} dimensions, which are not those of the image ({axes}).")
+    for axis, length in zip(shown, labels.shape, strict=True):
+        if axis == "C" and length > 1:
+            raise ValueError("The labels have several channels. Save the labels of one channel.")
+    index = tuple(
+        slice(None) if axis in "ZYX" else (time or 0) if axis == "T" and length > 1 else 0
+        for axis, length in zip(shown, labels.shape, strict=True)
+    )
+    order = [axis for axis in shown if axis in "ZYX"]
+    return labels[index].transpose([order.index(axis) for axis in "ZYX"])
+
+
+def make_features(table: dict[str, NDArray[Any]] | None) -> dict[str, Any]:
+    """Return a table of measurements as features: napari finds the row of a label in the column `index`."""
+    return {"index": table["label"], **table} if table and "label" in table else {}
+
+
+def describe_stack(axes: str, shape: Sequence[int] | None, voxel_size: VoxelSize | None) -> str:
+    """Return axes, size and voxel size for people."""
+    words = {"T": "time", "C": "channel", "Z": "depth", "Y": "height", "X": "width", "S": "color"}
+    named = ", ".join(words.get(axis, axis) for axis in axes)
+    size = " × ".join(map(str, shape)) if shape else "unknown size"
+    voxels = "unknown voxel size" if voxel_size is None else " × ".join(f"{length:g}" for length in voxel_size) + " µm"
+    return f"Axes: {named}. {size}, voxels {voxels}."

@@ -1,0 +1,39 @@
+"""Messages of the server and of the client for people."""
+
+from __future__ import annotations
+
+import re
+
+from stackseg_client import ProblemError
+
+# What the server calls its parameters, and what they are called in the widget.
+_WORDS = {
+    r"\bset diameter=none\b": "choose Object diameter: original resolution",
+    r"\bset diameter=": "choose another object diameter",
+    r"\bdiameter=none\b": "Object diameter: original resolution",
+    r"\bdiameter=auto\b": "Object diameter: estimate",
+    r"\bmodel=(\w+)": r"the model \1",
+    r"\b(threshold|channel|axes|voxel_size|quality|link|time)=": r"\1 ",
+}
+
+
+def describe_error(error: BaseException) -> str:
+    """Return what is wrong and what to do, for people."""
+    if not isinstance(error, ProblemError):
+        return str(error) or type(error).__name__
+    suggested = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in error.suggested.items())
+    return rephrase(error.detail) + (f" Suggested: {suggested}." if suggested else "")
+
+
+def rephrase(message: str) -> str:
+    """Replace parameters of the API in a message by what the widget calls them."""
+    for pattern, words in _WORDS.items():
+        message = re.sub(pattern, words, message)
+    return message
+
+
+def describe_seconds(seconds: float | None) -> str:
+    """Return an estimated time: `about 40 s`, `about 3 min`, or an empty string if it is unknown."""
+    if seconds is None:
+        return ""
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

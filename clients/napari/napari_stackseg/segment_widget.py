@@ -1,0 +1,340 @@
+"""The dock widget that segments a layer."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from napari.layers import Image, Shapes
+from qtpy.QtCore import QSignalBlocker, QSize, Qt
+from qtpy.QtGui import QIcon, QPixmap
+from qtpy.QtWidgets import (
+    QCheckBox,
+    QComboBox,
+    QFormLayout,
+    QHBoxLayout,
+    QLabel,
+    QLineEdit,
+    QProgressBar,
+    QPushButton,
+    QVBoxLayout,
+    QWidget,
+)
+from stackseg_client import Inspection, JobReport, Model, Result
+
+from napari_stackseg import background, layers, messages
+from napari_stackseg.connection import CONNECTION, Connection, download_picture
+from napari_stackseg.files import read_sample
+from napari_stackseg.segmentation import Segmentation, inspect_file
+
+PICTURE_WIDTH = 240
+ICON = QSize(48, 48)
+# Object diameters to choose from, by value of the parameter.
+DIAMETERS = {None: "as the model suggests", "auto": "estimate", "none": "original resolution", "": "measured:"}
+LINKS = {None: "number objects independently", "overlap": "track by overlap", "laptrack": "track by distance"}
+STATES = {"loading": "Loading the model", "waiting": "Waiting for other jobs", "running": "Segmenting"}
+
+
+def list_models(connection: Connection) -> list[tuple[Model, bytes]]:
+    """Return the models of the server with their pictures, which are empty for models without one."""
+    with connection.open() as client:
+        return [
+            (model, download_picture(client, model.name) if model.raw.get("picture") else b"")
+            for model in client.models()
+        ]
+
+
+class SegmentWidget(QWidget):
+    """Segments a layer, and adds the labels as a new layer."""
+
+    def __init__(self, napari_viewer: Any) -> None:
+        super().__init__()
+        self._viewer = napari_viewer
+        self._running: Segmentation | None = None
+        self._models: list[tuple[Model, bytes]] = []
+        self.url, self.key = QLineEdit(CONNECTION.url), QLineEdit(CONNECTION.key or "")
+        self.key.setEchoMode(QLineEdit.EchoMode.Password)
+        self.connect_button = QPushButton("Connect")
+        self.model, self.picture, self.sample_button = QComboBox(), QLabel(), QPushButton("Open its sample")
+        self.model.setIconSize(ICON)
+        self.layer, self.axes, self.channel = QComboBox(), QComboBox(), QComboBox()
+        self.voxel_size, self.voxel_note = QLineEdit(), QLabel()
+        self.voxel_size.setPlaceholderText("z, y, x in µm; empty: unknown")
+        self.file_button = QPushButton("Read from the file")
+        self.diameter, self.diameter_value = QComboBox(), QLineEdit()
+        self.diameter_value.setPlaceholderText("6.5um or 15px")
+        self.measure_button = QPushButton("From drawn line or circle")
+        self.all_times, self.link = QCheckBox("All time points"), QComboBox()
+        self.run_button, self.cancel_button = QPushButton("Segment"), QPushButton("Cancel")
+        self.progress, self.message = QProgressBar(), QLabel()
+        self.progress.setRange(0, 100)
+        for label in (self.picture, self.voxel_note, self.message):
+            label.setWordWrap(True)
+        for value, text in DIAMETERS.items():
+            self.diameter.addItem(text, value)
+        for value, text in LINKS.items():
+            self.link.addItem(text, value)
+        self._arrange()
+        self._connect()
+        self.cancel_button.setEnabled(False)
+        self.update_layers()
+        self.connect_to_server()
+
+    def _arrange(self) -> None:
+        form = QFormLayout()
+        for text, *widgets in (
+            ("Server", self.url),
+            ("API key", self.key, self.connect_button),
+            ("Model", self.model),
+            ("", self.picture),
+            ("", self.sample_button),
+            ("Image", self.layer),
+            ("Axes", self.axes),
+            ("Channel", self.channel),
+            ("Voxel size", self.voxel_size, self.file_button),
+            ("", self.voxel_note),
+            ("Object diameter", self.diameter, self.diameter_value),
+            ("", self.measure_button),
+            ("Time series", self.all_times, self.link),
+        ):
+            row = QHBoxLayout()
+            for widget in widgets:
+                row.addWidget(widget)
+            form.addRow(text, row)
+        layout, buttons = QVBoxLayout(self), QHBoxLayout()
+        buttons.addWidget(self.run_button)
+        buttons.addWidget(self.cancel_button)
+        layout.addLayout(form)
+        layout.addLayout(buttons)
+        layout.addWidget(self.progress)
+        layout.addWidget(self.message)
+        layout.addStretch()
+
+    def _connect(self) -> None:
+        self.connect_button.clicked.connect(self.connect_to_server)
+        self.model.currentIndexChanged.connect(self._show_model)
+        self.sample_button.clicked.connect(self.open_sample)
+        self.layer.currentIndexChanged.connect(self._show_layer)
+        self.axes.currentIndexChanged.connect(self._show_axes)
+        self.file_button.clicked.connect(self.read_file)
+        self.measure_button.clicked.connect(self.measure)
+        self.run_button.clicked.connect(self.segment)
+        self.cancel_button.clicked.connect(self.cancel)
+        for event in (self._viewer.layers.events.inserted, self._viewer.layers.events.removed):
+            event.connect(self.update_layers)
+
+    def connect_to_server(self) -> None:
+        """List the models of the server."""
+        CONNECTION.url, CONNECTION.key = self.url.text().strip(), self.key.text().strip() or None
+        self.message.setText("Connecting.")
+        background.start(list_models, CONNECTION, done=self._show_models, failed=self._show_error)
+
+    def _show_models(self, models: list[tuple[Model, bytes]]) -> None:
+        self._models = models
+        self.model.clear()
+        for model, picture in models:
+            pixmap = QPixmap()
+            pixmap.loadFromData(picture)
+            self.model.addItem(QIcon(pixmap), model.name, model.name)
+            self.model.setItemData(self.model.count() - 1, model.problem or model.summary, Qt.ItemDataRole.ToolTipRole)
+        default = next((index for index, (model, _) in enumerate(models) if model.is_default), 0)
+        self.model.setCurrentIndex(default)
+        self.message.setText(f"Connected. {len(models)} models." if models else "The server has no models.")
+
+    def _show_model(self, index: int) -> None:
+        if not 0 <= index < len(self._models):
+            return
+        model, picture = self._models[index]
+        pixmap = QPixmap()
+        if picture and pixmap.loadFromData(picture):
+            self.picture.setPixmap(pixmap.scaledToWidth(PICTURE_WIDTH))
+        else:
+            self.picture.setText(model.problem or model.summary or "")
+        self.picture.setToolTip(model.problem or model.summary or "")
+
+    def open_sample(self) -> None:
+        """Add the sample stack of the model as a layer."""
+
+        def add(layer_data: tuple[Any, dict[str, Any]]) -> None:
+            self._viewer.add_image(layer_data[0], **layer_data[1])
+
+        background.start(read_sample, CONNECTION, self.model.currentData(), done=add, failed=self._show_error)
+
+    def update_layers(self, _event: object = None) -> None:
+        """List the images of the viewer."""
+        selected = self.layer.currentText()
+        with QSignalBlocker(self.layer):
+            self.layer.clear()
+            self.layer.addItems([layer.name for layer in self._viewer.layers if isinstance(layer, Image)])
+            self.layer.setCurrentIndex(max(0, self.layer.findText(selected)))
+        if self.layer.currentText() != selected:
+            self._show_layer()
+
+    def get_image(self) -> Any:
+        """Return the chosen layer. Raises ValueError if there is none."""
+        name = self.layer.currentText()
+        if name not in self._viewer.layers:
+            raise ValueError("Open a stack, or press “Open its sample”.")
+        return self._viewer.layers[name]
+
+    def _show_layer(self, _index: int = 0) -> None:
+        self.axes.clear()
+        if self.layer.currentText() in self._viewer.layers:
+            image = self.get_image()
+            self.axes.addItems(layers.list_axes(image))
+            self.file_button.setEnabled(Path(image.source.path or "").is_file())
+
+    def _show_axes(self, _index: int = 0) -> None:
+        axes = self.axes.currentText()
+        self.channel.clear()
+        if not axes:
+            return
+        image = self.get_image()
+        position = axes.find("C") if "C" in axes else axes.find("S")
+        count = 1 if position < 0 else layers.get_pixels(image).shape[position]
+        self.channel.addItems(map(str, range(count)))
+        size, note = layers.get_voxel_size(image, axes)
+        self.voxel_size.setText("" if size is None else ", ".join(f"{length:g}" for length in size))
+        self.voxel_note.setText(note)
+        for widget in (self.all_times, self.link):
+            widget.setEnabled("T" in axes)
+
+    def read_file(self) -> None:
+        """Let the server read axes and voxel size from the file of the layer."""
+        path = str(self.get_image().source.path)
+        background.start(inspect_file, CONNECTION, path, done=self._use_inspection, failed=self._show_error)
+
+    def _use_inspection(self, inspection: Inspection) -> None:
+        if inspection.voxel_size is not None:
+            self.voxel_size.setText(", ".join(f"{length:g}" for length in inspection.voxel_size))
+            self.voxel_note.setText(f"from the file: {inspection.raw['file']['voxel_size_from']}")
+        if self.axes.findText(inspection.axes) >= 0:
+            self.axes.setCurrentText(inspection.axes)
+        self._show_inspection(inspection)
+
+    def _show_inspection(self, inspection: Inspection) -> None:
+        text = layers.describe_stack(inspection.axes, inspection.stored_shape, inspection.voxel_size)
+        parts = [text, *inspection.notes, inspection.problem or messages.describe_seconds(inspection.seconds)]
+        self.message.setText(messages.rephrase(" ".join(filter(None, parts))))
+
+    def measure(self) -> None:
+        """Use the length of a drawn line, or the diameter of a drawn circle, as object diameter."""
+        try:
+            image, shapes = self.get_image(), self._viewer.layers.selection.active
+            if not isinstance(shapes, Shapes):
+                shapes = next((layer for layer in reversed(self._viewer.layers) if isinstance(layer, Shapes)), None)
+            measured = layers.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
+        except ValueError as error:
+            self._show_error(error)
+            return
+        self.message.setText(f"Measured object diameter: {measured}.")
+        self.diameter_value.setText(measured)
+        self.diameter.setCurrentIndex(self.diameter.findData(""))
+
+    def get_voxel_size(self) -> layers.VoxelSize | None:
+        """Return the voxel size Z, Y, X in micrometers. Raises ValueError if the text is none."""
+        text = self.voxel_size.text().strip()
+        if not text:
+            return None
+        try:
+            z, y, x = (float(part) for part in text.replace(",", " ").split())
+        except ValueError as error:
+            raise ValueError(f"The voxel size {text!r} does not consist of three numbers: 0.5, 0.2, 0.2.") from error
+        return z, y, x
+
+    def get_parameters(self) -> dict[str, Any]:
+        """Return the parameters of the API. Raises ValueError for an invalid voxel size or diameter."""
+        axes, image = self.axes.currentText(), self.get_image()
+        if not axes:
+            raise ValueError(f"{image.name} has {image.ndim} dimensions. Stacks have up to five: TCZYX.")
+        time: str | int | None = None
+        if "T" in axes:
+            shown = layers.get_position(image, self._viewer.dims.point, axes, "T")
+            time = "all" if self.all_times.isChecked() else shown
+        diameter = self.diameter.currentData()
+        if diameter == "":
+            diameter = self.diameter_value.text().replace(" ", "").replace("µ", "u")
+            if not diameter:
+                raise ValueError("Enter the object diameter, such as 6.5um or 15px, or measure it.")
+        return {
+            "model": self.model.currentData(),
+            "axes": axes,
+            "voxel_size": self.get_voxel_size(),
+            "channel": self.channel.currentIndex() if self.channel.count() > 1 else None,
+            "time": time,
+            "link": self.link.currentData() if time == "all" else None,
+            "diameter": diameter,
+        }
+
+    def segment(self) -> None:
+        """Segment the layer in the background."""
+        try:
+            parameters, image = self.get_parameters(), self.get_image()
+        except ValueError as error:
+            self._show_error(error)
+            return
+        run = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
+        self._running = run
+        self.message.setText("Starting.")
+        self.run_button.setEnabled(False)
+        self.cancel_button.setEnabled(True)
+        done = partial(self._add_labels, image, run)
+        background.start(run.run, done=done, failed=self._show_failed, reported=self._show_report)
+
+    def cancel(self) -> None:
+        """Cancel the job on the server."""
+        if self._running is not None:
+            self.message.setText("Canceling.")
+            self.cancel_button.setEnabled(False)
+            background.start(self._running.cancel, done=lambda _result: None, failed=self._show_error)
+
+    def _show_report(self, report: str | Inspection | JobReport) -> None:
+        if isinstance(report, Inspection):
+            self._show_inspection(report)
+        elif isinstance(report, JobReport):
+            self.progress.setValue(round(100 * report.fraction))
+            left = messages.describe_seconds(report.seconds_left)
+            if report.state in STATES:
+                self.message.setText(STATES[report.state] + (f", {left} left." if left else "."))
+        else:
+            self.message.setText(report)
+
+    def _add_labels(self, image: Any, run: Segmentation, result: Result | None) -> None:
+        self._finish()
+        if result is None:
+            self.message.setText("Canceled.")
+            return
+        chosen = {"C": run.parameters["channel"] or 0}
+        if isinstance(run.parameters["time"], int):
+            chosen["T"] = run.parameters["time"]
+        axes = run.parameters["axes"]
+        try:
+            labels, arguments = layers.make_labels_layer(result.labels, image, axes, chosen)
+        except ValueError as error:
+            self._show_error(error)
+            return
+        metadata = {"job": run.job and run.job.id, "image": image.name, "parameters": run.parameters}
+        self._viewer.add_labels(
+            labels,
+            name=f"{image.name} labels",
+            features=layers.make_features(result.table),
+            metadata={"stackseg": metadata},
+            **arguments,
+        )
+        diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
+        warnings = [f"⚠ {messages.rephrase(warning)}" for warning in result.warnings]
+        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *warnings]))
+
+    def _finish(self) -> None:
+        self._running = None
+        self.progress.setValue(0)
+        self.run_button.setEnabled(True)
+        self.cancel_button.setEnabled(False)
+
+    def _show_failed(self, error: BaseException) -> None:
+        self._finish()
+        self._show_error(error)
+
+    def _show_error(self, error: BaseException) -> None:
+        self.message.setText(f"✗ {messages.describe_error(error)}")

@@ -1,0 +1,188 @@
+"""The dock widget that stores corrected labels on the server, and trains models on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from napari.layers import Image, Labels
+from qtpy.QtCore import Qt
+from qtpy.QtWidgets import (
+    QComboBox,
+    QDoubleSpinBox,
+    QFormLayout,
+    QLabel,
+    QLineEdit,
+    QListWidget,
+    QListWidgetItem,
+    QPushButton,
+    QVBoxLayout,
+    QWidget,
+)
+
+from napari_stackseg import background, layers, messages
+from napari_stackseg.connection import CONNECTION
+from napari_stackseg.training import Correction, Training, describe_training, list_state
+
+
+class TrainingWidget(QWidget):
+    """Stores corrected labels, and trains models on them. The server is that of the widget `Segment`."""
+
+    def __init__(self, napari_viewer: Any) -> None:
+        super().__init__()
+        self._viewer = napari_viewer
+        self._training: Training | None = None
+        self.labels, self.image, self.name = QComboBox(), QComboBox(), QLineEdit()
+        self.save_button = QPushButton("Save as annotated stack")
+        self.annotations, self.update_button = QListWidget(), QPushButton("Update the list")
+        self.model, self.new_name, self.minutes = QComboBox(), QLineEdit("my-model"), QDoubleSpinBox()
+        self.minutes.setRange(0.1, 600)
+        self.minutes.setValue(5)
+        self.train_button, self.cancel_button = QPushButton("Train"), QPushButton("Cancel the training")
+        self.message = QLabel()
+        self.message.setWordWrap(True)
+        layout, save_form, train_form = QVBoxLayout(self), QFormLayout(), QFormLayout()
+        for form, text, widget in (
+            (save_form, "Corrected labels", self.labels),
+            (save_form, "Image", self.image),
+            (save_form, "Name", self.name),
+            (train_form, "Train from", self.model),
+            (train_form, "New name", self.new_name),
+            (train_form, "Minutes", self.minutes),
+        ):
+            form.addRow(text, widget)
+        for item in (
+            save_form,
+            self.save_button,
+            QLabel("Annotated stacks to train on:"),
+            self.annotations,
+            self.update_button,
+            train_form,
+            self.train_button,
+            self.cancel_button,
+            self.message,
+        ):
+            layout.addLayout(item) if isinstance(item, QFormLayout) else layout.addWidget(item)
+        self.labels.currentIndexChanged.connect(self._show_image)
+        self.save_button.clicked.connect(self.save)
+        self.update_button.clicked.connect(self.update_list)
+        self.train_button.clicked.connect(self.train)
+        self.cancel_button.clicked.connect(self.cancel)
+        self.cancel_button.setEnabled(False)
+        for event in (napari_viewer.layers.events.inserted, napari_viewer.layers.events.removed):
+            event.connect(self.update_layers)
+        self.update_layers()
+        self.update_list()
+
+    def update_layers(self, _event: object = None) -> None:
+        """List the layers of the viewer."""
+        for box, kind in ((self.image, Image), (self.labels, Labels)):
+            selected = box.currentText()
+            box.clear()
+            box.addItems([layer.name for layer in self._viewer.layers if isinstance(layer, kind)])
+            box.setCurrentIndex(max(box.findText(selected), 0 if box.count() else -1))
+
+    def _show_image(self, _index: int = 0) -> None:
+        """Choose the image from which the labels were created."""
+        name = self.labels.currentText()
+        if name in self._viewer.layers:
+            record = self._viewer.layers[name].metadata.get("stackseg", {})
+            self.image.setCurrentIndex(max(self.image.findText(record.get("image", "")), self.image.currentIndex()))
+
+    def get_correction(self) -> Correction:
+        """Return the chosen labels with their stack. Raises ValueError if layers are missing or do not fit."""
+        names = self.labels.currentText(), self.image.currentText()
+        if not all(name in self._viewer.layers for name in names):
+            raise ValueError("Segment a stack first, or add a Labels layer for an image, and correct the labels.")
+        labels, image = (self._viewer.layers[name] for name in names)
+        record = labels.metadata.get("stackseg", {})
+        # The job is that of another stack if the user has chosen another image.
+        record = record if record.get("image") == image.name else {}
+        known = record.get("parameters", {})
+        axes = known.get("axes") or next(iter(layers.list_axes(image)), "")
+        if "Z" not in axes:
+            raise ValueError(f"{image.name} is not a stack with the axes ZYX, so no model can be trained on it.")
+        time = known.get("time")
+        if "T" in axes and not isinstance(time, int):
+            time = layers.get_position(image, self._viewer.dims.point, axes, "T")
+        parameters = {
+            "axes": axes,
+            "voxel_size": known["voxel_size"] if known else layers.get_voxel_size(image, axes)[0],
+            "channel": known.get("channel"),
+            "time": time,
+        }
+        volume = layers.take_volume(np.asarray(layers.get_pixels(labels)), axes, time)
+        name = self.name.text().strip() or image.name
+        return Correction(volume, layers.get_pixels(image), name, parameters, record.get("job"))
+
+    def save(self) -> None:
+        """Store the corrected labels with their stack on the server."""
+        try:
+            correction = self.get_correction()
+        except ValueError as error:
+            self._show_error(error)
+            return
+        self.message.setText("Saving the annotated stack.")
+        background.start(correction.save, CONNECTION, done=self._show_saved, failed=self._show_error)
+
+    def _show_saved(self, record: dict[str, Any]) -> None:
+        self.message.setText(f"Saved as {record['name']}.")
+        self.update_list()
+
+    def update_list(self) -> None:
+        """List the annotated stacks and the models of the server."""
+        background.start(list_state, CONNECTION, done=self._show_list, failed=self._show_error)
+
+    def _show_list(self, state: tuple[list[dict[str, Any]], list[str]]) -> None:
+        annotations, models = state
+        self.annotations.clear()
+        for annotation in annotations:
+            item = QListWidgetItem(annotation["name"])
+            item.setData(Qt.ItemDataRole.UserRole, annotation["id"])
+            item.setCheckState(Qt.CheckState.Checked)
+            self.annotations.addItem(item)
+        selected = self.model.currentText()
+        self.model.clear()
+        self.model.addItems(models)
+        self.model.setCurrentIndex(max(0, self.model.findText(selected)))
+
+    def train(self) -> None:
+        """Train a model on the checked annotated stacks."""
+        items = [self.annotations.item(row) for row in range(self.annotations.count())]
+        checked = [item.data(Qt.ItemDataRole.UserRole) for item in items if item.checkState() == Qt.CheckState.Checked]
+        if not checked:
+            self._show_error(ValueError("Check at least one annotated stack."))
+            return
+        self._training = Training(
+            CONNECTION, self.model.currentText(), checked, self.new_name.text().strip(), self.minutes.value()
+        )
+        self.train_button.setEnabled(False)
+        self.cancel_button.setEnabled(True)
+        background.start(
+            self._training.run, done=self._show_trained, failed=self._show_failed, reported=self._show_report
+        )
+
+    def cancel(self) -> None:
+        """Cancel the training run on the server."""
+        if self._training is not None:
+            self._training.cancel()
+
+    def _show_report(self, report: dict[str, Any]) -> None:
+        self.message.setText(describe_training(report))
+
+    def _show_trained(self, report: dict[str, Any]) -> None:
+        self._finish()
+        self._show_report(report)
+        self.update_list()
+
+    def _finish(self) -> None:
+        self._training = None
+        self.train_button.setEnabled(True)
+        self.cancel_button.setEnabled(False)
+
+    def _show_failed(self, error: BaseException) -> None:
+        self._finish()
+        self._show_error(error)
+
+    def _show_error(self, error: BaseException) -> None:
+        self.message.setText(f"✗ {messages.describe_error(error)}")

@@ -1,0 +1,1 @@
+"""Tools for AI agents (Model Context Protocol): descriptions, arguments, and calls on behalf of a client."""

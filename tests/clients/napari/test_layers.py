@@ -1,0 +1,59 @@
+"""Conversion of layers to stacks and of labels to layers, without napari."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from napari_stackseg import messages
+from napari_stackseg.layers import make_labels_layer, take_volume
+
+
+def make_image(axes: str, **options: Any) -> Any:
+    count = len(axes)
+    attributes: dict[str, Any] = {
+        "translate": np.arange(count) * 10.0,
+        "scale": np.arange(1.0, count + 1),
+        "rotate": np.eye(count),
+        "shear": np.zeros(count * (count - 1) // 2),
+        "affine": SimpleNamespace(affine_matrix=np.eye(count + 1)),
+        "units": [f"unit of {axis}" for axis in axes],
+        "axis_labels": list(axes.lower()),
+    }
+    return SimpleNamespace(**(attributes | options))
+
+
+@pytest.mark.parametrize(
+    ("axes", "labels_axes"),
+    [("ZYX", "ZYX"), ("CZYX", "ZYX"), ("ZCYX", "ZYX"), ("TZYX", "ZYX"), ("TCZYX", "TZYX"), ("ZTYX", "TZYX")],
+)
+def test_labels_are_aligned_with_the_last_dimensions_of_their_image(axes: str, labels_axes: str) -> None:
+    lengths = {"T": 2, "Z": 3, "Y": 4, "X": 5}
+    shape = [lengths[axis] for axis in labels_axes]
+    labels = np.arange(np.prod(shape)).reshape(shape)
+    image = make_image(axes)
+    placed, arguments = make_labels_layer(labels, image, axes, {"C": 1, "T": 1})
+    for position in range(1, placed.ndim + 1):
+        axis = axes[-position]
+        assert placed.shape[-position] == (lengths[axis] if axis in labels_axes else 1)
+        offset = 0 if axis in labels_axes else image.scale[-position]
+        assert arguments["translate"][-position] == image.translate[-position] + offset
+        assert arguments["scale"][-position] == image.scale[-position]
+        assert arguments["units"][-position] == f"unit of {axis}"
+    for time in range(2 if "T" in labels_axes else 1):
+        expected = labels[time] if "T" in labels_axes else labels
+        np.testing.assert_array_equal(take_volume(placed, axes, time), expected)
+
+
+def test_sheared_images_with_channels_are_refused() -> None:
+    with pytest.raises(ValueError, match="Split its channels"):
+        make_labels_layer(np.zeros((2, 2, 2)), make_image("CZYX", shear=np.ones(6)), "CZYX", {})
+
+
+def test_messages_name_what_the_widget_shows() -> None:
+    text = messages.rephrase("If this is wrong, set diameter=, or set diameter=none. Try model=membranes.")
+    assert "diameter=" not in text
+    assert "original resolution" in text
+    assert "the model membranes" in text

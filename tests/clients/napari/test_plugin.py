@@ -1,0 +1,222 @@
+"""The widgets in napari with a real server. They need a display:
+
+xvfb-run -a ENVIRONMENT/bin/pytest -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
+
+ENVIRONMENT contains napari[pyqt6], pytest and the dependencies of the client. SERVICE_PYTHON is the interpreter of the
+service, by default that of the clone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[3]
+napari = pytest.importorskip("napari")
+sys.path[:0] = [str(ROOT / "clients" / "napari"), str(ROOT / "clients" / "python")]
+
+import tifffile  # noqa: E402
+from napari_stackseg import connection, files  # noqa: E402
+from napari_stackseg.segment_widget import SegmentWidget  # noqa: E402
+from napari_stackseg.training_widget import TrainingWidget  # noqa: E402
+from qtpy.QtWidgets import QApplication  # noqa: E402
+from stackseg_client import Client  # noqa: E402
+
+SAMPLE = ROOT / "models" / "nuclei" / "sample.tif"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        QApplication.processEvents()
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of a server with the bundled model in another process."""
+    folder = tmp_path_factory.mktemp("server")
+    config, log = folder / "config.yaml", folder / "log"
+    config.write_text(json.dumps({"models": {"serve": ["nuclei"]}, "annotations": {"folder": str(folder / "kept")}}))
+    python = os.environ.get("SERVICE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+    command = [python, "-m", "service", "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        deadline = time.monotonic() + 120
+        while "is ready" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        match = re.search(r"listens on (\S+)", log.read_text())
+        assert match is not None
+        yield match[1]
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def viewer(url: str) -> Iterator[Any]:
+    connection.CONNECTION.url = url
+    viewer = napari.Viewer(show=False)
+    yield viewer
+    viewer.close()
+
+
+@pytest.fixture
+def widget(viewer: Any) -> SegmentWidget:
+    widget = SegmentWidget(viewer)
+    viewer.window.add_dock_widget(widget)
+    wait_until(widget.model.count)
+    return widget
+
+
+def segment(viewer: Any, widget: SegmentWidget) -> Any:
+    count = len(viewer.layers)
+    widget.segment()
+    wait_until(lambda: len(viewer.layers) > count or "✗" in widget.message.text())
+    assert len(viewer.layers) > count, widget.message.text()
+    return viewer.layers[-1]
+
+
+def test_labels_have_the_place_and_the_measurements_of_their_image(viewer: Any, widget: SegmentWidget) -> None:
+    widget.open_sample()
+    wait_until(lambda: len(viewer.layers))
+    image = viewer.layers[0]
+    image.translate = (1, 2, 3)
+    assert (widget.axes.currentText(), widget.voxel_size.text()) == ("ZYX", "0.5, 0.2, 0.2")
+    assert not widget.picture.pixmap().isNull()
+    labels = segment(viewer, widget)
+    with Client(connection.CONNECTION.url) as client:
+        expected = client.segment(SAMPLE, table=True)
+    np.testing.assert_array_equal(labels.data, expected.labels)
+    np.testing.assert_array_equal(labels.extent.world, image.extent.world)
+    assert (labels.units, labels.axis_labels) == (image.units, image.axis_labels)
+    assert list(labels.features["index"]) == list(np.unique(labels.data)[1:])
+    assert "77 objects" in widget.message.text()
+    assert "diameter=" not in widget.message.text()
+
+
+def test_measured_diameters_are_used(viewer: Any, widget: SegmentWidget) -> None:
+    viewer.add_image(tifffile.imread(SAMPLE), scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    widget.measure()
+    assert "Found: nothing" in widget.message.text()
+    shapes = viewer.add_shapes(ndim=3, scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    shapes.add_lines(np.array([[[20, 50, 50], [20, 80, 90]]]))
+    widget.measure()
+    assert widget.diameter_value.text() == "10um"
+    # A circle with a diameter of 20 voxels.
+    shapes.add_ellipses(np.array([[[20, 50, 50], [20, 50, 70], [20, 70, 70], [20, 70, 50]]]))
+    shapes.selected_data = {1}
+    widget.measure()
+    assert widget.diameter_value.text() == "4um"
+    assert segment(viewer, widget).metadata["stackseg"]["parameters"]["diameter"] == "4um"
+    assert "stated" in widget.message.text()
+
+
+def test_canceling_ends_the_job_on_the_server(viewer: Any, widget: SegmentWidget) -> None:
+    viewer.add_image(np.tile(tifffile.imread(SAMPLE), (6, 3, 3)), scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    widget.diameter.setCurrentIndex(widget.diameter.findData("none"))
+    widget.segment()
+    run = widget._running
+    assert run is not None
+    wait_until(lambda: run.job is not None and widget.progress.value() > 0)
+    widget.cancel()
+    wait_until(widget.run_button.isEnabled)
+    assert widget.message.text() == "Canceled."
+    assert len(viewer.layers) == 1
+    with Client(connection.CONNECTION.url) as client:
+        assert run.job is not None
+        assert client.job(run.job.id).report.state == "cancelled"
+
+
+def test_time_series_have_labels_with_times(viewer: Any, widget: SegmentWidget) -> None:
+    stack = tifffile.imread(SAMPLE)[:32, :96, :96]
+    image = viewer.add_image(
+        np.stack([stack, np.roll(stack, 2, 2)]), scale=(30, 0.5, 0.2, 0.2), units=["s", "um", "um", "um"]
+    )
+    widget.all_times.setChecked(True)
+    widget.link.setCurrentIndex(1)
+    labels = segment(viewer, widget)
+    assert labels.data.shape == image.data.shape
+    np.testing.assert_array_equal(labels.scale, image.scale)
+    assert len(np.intersect1d(labels.data[0], labels.data[1])) > 10
+
+
+def test_errors_say_what_to_do(viewer: Any, widget: SegmentWidget) -> None:
+    viewer.add_image(np.zeros((4, 8, 8), np.uint16))
+    widget.diameter.setCurrentIndex(widget.diameter.findData(""))
+    widget.diameter_value.setText("wide")
+    widget.segment()
+    wait_until(lambda: "✗" in widget.message.text())
+    assert "wide" in widget.message.text()
+    assert widget.run_button.isEnabled()
+    widget.url.setText("http://127.0.0.1:9")
+    widget.connect_to_server()
+    wait_until(lambda: "Is the server running?" in widget.message.text())
+
+
+def test_corrected_labels_train_a_model(viewer: Any, widget: SegmentWidget) -> None:
+    widget.open_sample()
+    wait_until(lambda: len(viewer.layers))
+    labels = segment(viewer, widget)
+    labels.data[labels.data == 5] = 0
+    training = TrainingWidget(viewer)
+    viewer.window.add_dock_widget(training)
+    wait_until(training.model.count)
+    training.save()
+    wait_until(lambda: training.annotations.count() or "✗" in training.message.text())
+    assert training.annotations.count() == 1, training.message.text()
+    with Client(connection.CONNECTION.url) as client:
+        (record,) = connection.list_annotations(client)
+        assert record["job"] == labels.metadata["stackseg"]["job"]
+    training.train()
+    wait_until(lambda: training.message.text().startswith("Training") or "✗" in training.message.text())
+    training.cancel()
+    wait_until(training.train_button.isEnabled)
+    assert "cancelled" in training.message.text()
+
+
+def test_labels_without_a_job_are_saved_with_their_image(viewer: Any, url: str) -> None:
+    stack = tifffile.imread(SAMPLE)[:24]
+    place: dict[str, Any] = {"scale": (0.5, 0.2, 0.2), "units": ["um"] * 3}
+    viewer.add_image(stack, name="own", **place)
+    viewer.add_labels((stack > stack.mean()).astype(np.uint8), **place)
+    training = TrainingWidget(viewer)
+    training.save()
+    wait_until(lambda: "Saved" in training.message.text() or "✗" in training.message.text())
+    assert training.message.text() == "Saved as own."
+    with Client(url) as client:
+        assert connection.list_annotations(client)[0]["job"] is None
+
+
+def test_saved_results_open_with_their_voxel_size(viewer: Any, url: str, tmp_path: Path) -> None:
+    path = tmp_path / "labels.tif"
+    with Client(url) as client:
+        client.segment(SAMPLE, save_to=path)
+    reader = files.get_reader(str(path))
+    assert reader is not None
+    ((data, arguments, kind),) = reader(str(path))
+    assert (data.shape, arguments["scale"], kind) == ((48, 192, 192), [0.5, 0.2, 0.2], "labels")
+    layer = viewer.add_labels(data, **arguments)
+    assert {str(unit) for unit in layer.units} == {"micrometer"}
+    assert files.get_reader(str(SAMPLE)) is None
+    (tmp_path / "damaged.tif").write_bytes(path.read_bytes()[:100])
+    assert files.get_reader(str(tmp_path / "damaged.tif")) is None
+
+
+def test_the_sample_opens_from_the_menu(viewer: Any) -> None:
+    ((data, arguments, kind),) = files.open_sample()
+    assert (data.shape, arguments["scale"], kind) == ((48, 192, 192), [0.5, 0.2, 0.2], "image")
