@@ -13,6 +13,7 @@ from service.models.decoding_spec import Boundaries, Classes, Decoding, FrozenMo
 # Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
 SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
+Epsilon = Annotated[float, Field(ge=0, le=0.1)]
 PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
@@ -44,11 +45,12 @@ class Weights(FrozenModel):
 
 
 class PercentileNormalization(FrozenModel):
-    """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
+    """Normalization to (x - p_low) / (p_high - p_low + eps) with percentiles of a whole channel, optionally clipped."""
 
     kind: Literal["percentile"]
     low: Annotated[float, Field(ge=0, le=100)] = 1.0
     high: Annotated[float, Field(ge=0, le=100)] = 99.8
+    eps: Epsilon = 0.0
     clip: tuple[float, float] | None = None
 
     @model_validator(mode="after")
@@ -59,9 +61,10 @@ class PercentileNormalization(FrozenModel):
 
 
 class ZScoreNormalization(FrozenModel):
-    """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
+    """Normalization to (x - mean) / (std + eps), with the mean and standard deviation (std) of a whole channel."""
 
     kind: Literal["zscore"]
+    eps: Epsilon = 0.0
 
 
 class RangeNormalization(FrozenModel):
