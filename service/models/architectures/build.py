@@ -31,9 +31,13 @@ def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
     return construct
 
 
+MONAI_NETWORKS = (
+    *("UNet", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet", "VNet", "SegResNetDS"),
+    *("MedNeXt", "SwinUNETR"),
+)
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
-    **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
+    **{name: _make_monai_constructor(name) for name in MONAI_NETWORKS},
     **nnunet.CONSTRUCTORS,
     **pytorch3dunet.CONSTRUCTORS,
 }
