@@ -37,6 +37,8 @@ REQUIRED_PACKAGES = frozenset(
         "typing_extensions",
     ]
 )
+# Maximum number of blocks of a stage of SwinUNETR. Published networks have up to 18.
+MAX_DEPTH = 64
 
 
 class _HidingFinder(MetaPathFinder):
@@ -121,6 +123,9 @@ def _make_swin_unetr(**arguments: Any) -> nn.Module:
     """Build a SwinUNETR that computes attention with PyTorch's fused function, which does not change its tensors."""
     if arguments.get("use_hyena") or arguments.get("hyena_stages"):
         raise ValueError("use_hyena and hyena_stages are not supported")
+    depths = arguments.get("depths", ())
+    if not all(isinstance(depth, int) and 1 <= depth <= MAX_DEPTH for depth in depths):
+        raise ValueError(f"depths must contain numbers from 1 to {MAX_DEPTH}")
     fixed_arguments = {"use_checkpoint": False, "use_flash_attention": True}
     return swin_unetr.SwinUNETR(**arguments | fixed_arguments)
 
