@@ -37,7 +37,7 @@ REQUIRED_PACKAGES = frozenset(
         "typing_extensions",
     ]
 )
-# Maximum number of blocks of a stage of SwinUNETR. Published networks have up to 18.
+# Maximum number of blocks of a stage of SwinUNETR, and of levels of AttentionUnet. Published networks have up to 18.
 MAX_DEPTH = 64
 
 
@@ -136,6 +136,8 @@ def _make_3d_network(constructor: Callable[..., nn.Module], **arguments: Any) ->
         raise ValueError(f"spatial_dims must be 3, not {arguments['spatial_dims']!r:.20}")
     if arguments.get("preprocess") is not None:
         raise ValueError("preprocess is not supported")
+    if len(arguments.get("channels", ())) > MAX_DEPTH:
+        raise ValueError(f"channels must have up to {MAX_DEPTH} levels")
     return constructor(**arguments)
 
 

@@ -85,6 +85,7 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
         ("UNet3D", {"conv_upscale": 3}),
         ("ResidualUNet3D", {"upsample": "nearest"}),
         ("AttentionUnet", {"spatial_dims": 2}),
+        ("AttentionUnet", {"channels": [4] * 100_000, "strides": [2] * 100_000}),
         ("VNet", {"in_channels": 3}),
         ("SegResNetDS", {"preprocess": "os.system"}),
         ("SegResNetDS", {"blocks_down": [10**9, 1]}),
