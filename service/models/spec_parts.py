@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, m
 
 # Maximum standard deviation of Gaussian filters in voxels, because larger filters take very long.
 MAX_SIGMA = 50
+Epsilon = Annotated[float, Field(ge=0, le=0.1)]
 
 
 class FrozenModel(BaseModel):
@@ -17,11 +18,12 @@ class FrozenModel(BaseModel):
 
 
 class PercentileNormalization(FrozenModel):
-    """Normalization to (x - p_low) / (p_high - p_low) with percentiles of a whole channel, optionally clipped."""
+    """Normalization to (x - p_low) / (p_high - p_low + eps) with percentiles of a whole channel, optionally clipped."""
 
     kind: Literal["percentile"]
     low: Annotated[float, Field(ge=0, le=100)] = 1.0
     high: Annotated[float, Field(ge=0, le=100)] = 99.8
+    eps: Epsilon = 0.0
     clip: tuple[float, float] | None = None
 
     @model_validator(mode="after")
@@ -32,9 +34,10 @@ class PercentileNormalization(FrozenModel):
 
 
 class ZScoreNormalization(FrozenModel):
-    """Normalization to (x - mean) / std, with the mean and standard deviation (std) of a whole channel."""
+    """Normalization to (x - mean) / (std + eps), with the mean and standard deviation (std) of a whole channel."""
 
     kind: Literal["zscore"]
+    eps: Epsilon = 0.0
 
 
 class RangeNormalization(FrozenModel):

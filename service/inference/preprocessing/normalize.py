@@ -265,14 +265,15 @@ def normalize_channel(pixels: Array, normalisation: Normalization) -> NDArray[np
 def fit_scaling(channel: Channel, normalisation: Normalization) -> IntensityScaling:
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
-        case PercentileNormalization(low=low, high=high, clip=clip):
+        case PercentileNormalization(low=low, high=high, eps=eps, clip=clip):
             low_value, high_value = compute_percentiles(channel, low, high)
             if low_value == high_value:
                 # Almost all pixels are background, so scale by the range of the few pixels that differ.
                 low_value, high_value = compute_percentiles(channel, 0, 100)
-            return IntensityScaling(low_value, high_value - low_value, *(clip or ()))
-        case ZScoreNormalization():
-            return IntensityScaling(*_compute_mean_and_std(channel))
+            return IntensityScaling(low_value, high_value - low_value + eps, *(clip or ()))
+        case ZScoreNormalization(eps=eps):
+            mean, std = _compute_mean_and_std(channel)
+            return IntensityScaling(mean, std + eps)
         case RangeNormalization(low=low, high=high, clip=clip):
             return IntensityScaling(low, high - low, *(clip or ()))
         case _:

@@ -32,9 +32,13 @@ def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
     return construct
 
 
+MONAI_NETWORKS = (
+    *("UNet", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet", "VNet", "SegResNetDS"),
+    *("MedNeXt", "SwinUNETR"),
+)
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
-    **{name: _make_monai_constructor(name) for name in ("UNet", "BasicUNet", "DynUNet", "SegResNet")},
+    **{name: _make_monai_constructor(name) for name in MONAI_NETWORKS},
     "StarDistUNet": StarDistUNet,
     "StarDistResNet": StarDistResNet,
     **nnunet.CONSTRUCTORS,
@@ -89,6 +93,9 @@ class _CallLimit(TorchFunctionMode):
             # are active. The import takes several seconds and, on a host with a GPU, leaves partially imported modules
             # behind.
             return args[0]
+        if func is torch.linspace:
+            # SwinUNETR reads the values of this short list, which meta tensors do not have.
+            kwargs = {**(kwargs or {}), "device": "cpu"}
         return func(*args, **(kwargs or {}))
 
 

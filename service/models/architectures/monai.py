@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -36,6 +37,8 @@ REQUIRED_PACKAGES = frozenset(
         "typing_extensions",
     ]
 )
+# Maximum number of blocks of a stage of SwinUNETR, and of levels of AttentionUnet. Published networks have up to 18.
+MAX_DEPTH = 64
 
 
 class _HidingFinder(MetaPathFinder):
@@ -68,10 +71,15 @@ def hide_packages_except(visible_names: frozenset[str]) -> Iterator[None]:
 
 
 with hide_packages_except(REQUIRED_PACKAGES):
+    from monai.networks.nets import swin_unetr
+    from monai.networks.nets.attentionunet import AttentionUnet
     from monai.networks.nets.basic_unet import BasicUNet, UpCat
     from monai.networks.nets.dynunet import DynUNet
+    from monai.networks.nets.mednext import MedNeXt
     from monai.networks.nets.segresnet import SegResNet
+    from monai.networks.nets.segresnet_ds import SegResNetDS
     from monai.networks.nets.unet import UNet
+    from monai.networks.nets.vnet import VNet
 
 
 class _CompilableUpCat(UpCat):
@@ -101,9 +109,46 @@ def _make_basic_unet(**arguments: Any) -> nn.Module:
     return network
 
 
+def _move_channels(x: Tensor, pattern: str) -> Tensor:
+    """Permute the axes of `x`, as `einops.rearrange` does for a pattern such as `b c d h w -> b d h w c`."""
+    before, after = (side.split() for side in pattern.split("->"))
+    return x.permute([before.index(axis) for axis in after])
+
+
+# SwinUNETR needs einops, an optional package, only for permutations.
+swin_unetr.rearrange = _move_channels
+
+
+def _make_swin_unetr(**arguments: Any) -> nn.Module:
+    """Build a SwinUNETR that computes attention with PyTorch's fused function, which does not change its tensors."""
+    if arguments.get("use_hyena") or arguments.get("hyena_stages"):
+        raise ValueError("use_hyena and hyena_stages are not supported")
+    depths = arguments.get("depths", ())
+    if not all(isinstance(depth, int) and 1 <= depth <= MAX_DEPTH for depth in depths):
+        raise ValueError(f"depths must contain numbers from 1 to {MAX_DEPTH}")
+    fixed_arguments = {"use_checkpoint": False, "use_flash_attention": True}
+    return swin_unetr.SwinUNETR(**arguments | fixed_arguments)
+
+
+def _make_3d_network(constructor: Callable[..., nn.Module], **arguments: Any) -> nn.Module:
+    """Build a network. Raises ValueError if it is not for 3D images, or if an argument would have to be a function."""
+    if arguments.get("spatial_dims", 3) != 3:
+        raise ValueError(f"spatial_dims must be 3, not {arguments['spatial_dims']!r:.20}")
+    if arguments.get("preprocess") is not None:
+        raise ValueError("preprocess is not supported")
+    if len(arguments.get("channels", ())) > MAX_DEPTH:
+        raise ValueError(f"channels must have up to {MAX_DEPTH} levels")
+    return constructor(**arguments)
+
+
 CONSTRUCTORS: dict[str, Callable[..., nn.Module]] = {
     "UNet": UNet,
     "BasicUNet": _make_basic_unet,
     "DynUNet": DynUNet,
     "SegResNet": SegResNet,
+    "AttentionUnet": partial(_make_3d_network, AttentionUnet),
+    "VNet": partial(_make_3d_network, VNet),
+    "SegResNetDS": partial(_make_3d_network, SegResNetDS),
+    "MedNeXt": partial(_make_3d_network, MedNeXt),
+    "SwinUNETR": partial(_make_3d_network, _make_swin_unetr),
 }

@@ -19,6 +19,7 @@ from service.core.types import Array
 from service.models.architectures.build import ARCHITECTURES
 from service.models.documents import MAX_BYTES
 from service.models.importers import onnx_file
+from service.models.importers.bioimageio_processing import read_activation, read_normalization
 from service.models.importers.draft import (
     Draft,
     Fields,
@@ -69,9 +70,9 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
     problems: dict[str, str] = {}
     _add_roi_size(content["input"], problems, input_axes, tests)
     with collect_problem(problems, "input.normalisation"):
-        content["input"]["normalisation"] = _read_normalization(input_tensor)
+        content["input"]["normalisation"] = read_normalization(input_tensor, input_axes.channel_count)
     with collect_problem(problems, "activation"):
-        content["activation"] = _read_activation(output_tensor)
+        content["activation"] = read_activation(output_tensor)
     if output_axes.channel_count > 1 and content.get("activation") != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
@@ -261,89 +262,3 @@ def _read_tensor(path: Path) -> Array:
             f"{path.name}: a test array may have at most {MAX_TEST_VOXELS} elements, not {array.size}."
         )
     return array[:1]
-
-
-def _read_steps(tensor: Fields, key: str) -> list[tuple[str, Fields]]:
-    """Return the names (`id` since format 0.5) and settings of processing steps, except dtype conversions."""
-    steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
-    return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
-
-
-def _read_normalization(tensor: Fields) -> dict[str, Any]:
-    steps = _read_steps(tensor, "preprocessing")
-    if not steps:
-        return {"kind": "range", "low": 0.0, "high": 1.0}
-    (name, settings), *later_steps = steps
-    if name == "zero_mean_unit_variance" and settings.get("mode") != "fixed":
-        _reject_later_steps(name, later_steps)
-        _check_extent(settings)
-        return {"kind": "zscore"}
-    clip = None
-    if len(later_steps) == 1 and later_steps[0][0] == "clip" and name != "zero_mean_unit_variance":
-        clip = [float(later_steps[0][1].get(key)) for key in ("min", "max")]
-        later_steps = []
-    _reject_later_steps(name, later_steps)
-    if name not in _RANGE_READERS:
-        raise UnsupportedPackage(f"{settings.locate()}: {name} is not supported.")
-    kind, low, high = _RANGE_READERS[name](settings)
-    return {"kind": kind, "low": low, "high": high, "clip": clip}
-
-
-def _reject_later_steps(name: str, later_steps: list[tuple[str, Fields]]) -> None:
-    if later_steps:
-        raise UnsupportedPackage(f"{later_steps[0][1].locate()}: {later_steps[0][0]} after {name} is not supported.")
-
-
-def _read_percentiles(settings: Fields) -> tuple[str, float, float]:
-    _check_extent(settings)
-    low, high = (settings.get(key) for key in ("min_percentile", "max_percentile"))
-    return "percentile", 0.0 if low is None else float(low), 100.0 if high is None else float(high)
-
-
-def _read_fixed_standardization(settings: Fields) -> tuple[str, float, float]:
-    low = _read_number(settings, "mean")
-    return "range", low, low + _read_number(settings, "std")
-
-
-def _read_linear_map(settings: Fields) -> tuple[str, float, float]:
-    gain, offset = _read_number(settings, "gain", 1.0), _read_number(settings, "offset", 0.0)
-    return "range", -offset / gain, (1 - offset) / gain
-
-
-# Readers of steps that map two intensities or percentiles to 0 and 1. They return a kind, low and high.
-_RANGE_READERS: dict[str, Callable[[Fields], tuple[str, float, float]]] = {
-    "scale_range": _read_percentiles,
-    "fixed_zero_mean_unit_variance": _read_fixed_standardization,
-    "zero_mean_unit_variance": _read_fixed_standardization,
-    "scale_linear": _read_linear_map,
-}
-
-
-def _read_number(settings: Fields, key: str, default: float | None = None) -> float:
-    """Return a number, or the only element of a list."""
-    value = settings.get(key) if key in settings else default
-    if isinstance(value, list) and len(value) == 1:
-        (value,) = value
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UnsupportedPackage(f"{settings.locate(key)}: expected a single number, not {value!r}.")
-    return float(value)
-
-
-def _check_extent(settings: Fields) -> None:
-    """Raise UnsupportedPackage for statistics over anything other than a whole channel of the stack."""
-    axes = settings.get("axes")
-    if axes is not None and not {"z", "y", "x"} <= set(axes):
-        raise UnsupportedPackage(f"{settings.locate('axes')}: only statistics over z, y and x are supported.")
-    if "reference_tensor" in settings or settings.get("mode") == "per_dataset":
-        raise UnsupportedPackage(f"{settings.locate('mode')}: only statistics of the stack itself are supported.")
-
-
-def _read_activation(tensor: Fields) -> str:
-    steps = _read_steps(tensor, "postprocessing")
-    if not steps:
-        return "none"
-    name, settings = steps[0]
-    if len(steps) > 1 or name not in {"sigmoid", "softmax"}:
-        step_name = steps[1][0] if name in {"sigmoid", "softmax"} else name
-        raise UnsupportedPackage(f"{settings.locate()}: found {step_name}; only one sigmoid or softmax is supported.")
-    return name

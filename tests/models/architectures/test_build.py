@@ -31,6 +31,13 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "SegResNet": CHANNELS | {"spatial_dims": 3, "init_filters": 8},
     "StarDistUNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4},
     "StarDistResNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4, "n_blocks": 2},
+    "AttentionUnet": CHANNELS | {"spatial_dims": 3, "channels": [4, 8], "strides": [2]},
+    "VNet": CHANNELS | {"spatial_dims": 3},
+    "SegResNetDS": CHANNELS | {"init_filters": 8, "blocks_down": [1, 1, 1], "dsdepth": 2},
+    "MedNeXt": CHANNELS
+    | {"init_filters": 4, "kernel_size": 3, "deep_supervision": True, "blocks_bottleneck": 1}
+    | {"blocks_down": [1, 1], "blocks_up": [1, 1]},
+    "SwinUNETR": CHANNELS | {"feature_size": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 3, 4], "window_size": 4},
     "PlainConvUNet": CHANNELS | NNUNET,
     "ResidualEncoderUNet": CHANNELS | NNUNET | {"num_folds": 2},
     **dict.fromkeys(("UNet3D", "ResidualUNet3D", "ResidualUNetSE3D"), CHANNELS | {"f_maps": [4, 8], "num_groups": 2}),
@@ -42,8 +49,9 @@ def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: s
     architecture = Architecture(name=name, arguments=ARGUMENTS[name])
     network = build_network(architecture).eval()
     with torch.inference_mode():
-        scores = network(torch.rand(2, 2, 16, 32, 32))
-    assert scores.shape == (2, 3, 16, 32, 32)
+        depth = 64 if name == "SwinUNETR" else 16
+        scores = network(torch.rand(2, 2, depth, 32, 32))
+    assert scores.shape == (2, 3, depth, 32, 32)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     assert count_tensor_elements(architecture) == sum(tensor.numel() for tensor in network.state_dict().values()) > 0
 
@@ -78,6 +86,16 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
         ("UNet3D", {"upsample": "magic"}),
         ("UNet3D", {"conv_upscale": 3}),
         ("ResidualUNet3D", {"upsample": "nearest"}),
+        ("AttentionUnet", {"spatial_dims": 2}),
+        ("AttentionUnet", {"channels": [4] * 100_000, "strides": [2] * 100_000}),
+        ("VNet", {"in_channels": 3}),
+        ("SegResNetDS", {"preprocess": "os.system"}),
+        ("SegResNetDS", {"blocks_down": [10**9, 1]}),
+        ("MedNeXt", {"spatial_dims": 2}),
+        ("MedNeXt", {"blocks_bottleneck": 10**9}),
+        ("SwinUNETR", {"use_hyena": True}),
+        ("SwinUNETR", {"feature_size": 13}),
+        ("SwinUNETR", {"depths": [10**9, 1, 1, 1]}),
         ("ShuffleUNet", {"block": [2, 2]}),
         ("ShuffleUNet", {"widths": []}),
         ("ShuffleUNet", {"widths": [-4, 8]}),

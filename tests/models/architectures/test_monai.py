@@ -11,6 +11,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from models.architectures.test_build import ARGUMENTS
+from monai.networks import nets
 from monai.networks.nets.basic_unet import BasicUNet
 
 from service.models.architectures import monai as monai_architectures
@@ -28,6 +30,17 @@ def test_basic_unet_matches_monais_and_compiles_to_one_graph(edges):
     graph = torch.compile(network, backend="eager", fullgraph=True)
     with torch.inference_mode():
         assert torch.equal(graph(x), original(x))
+
+
+@pytest.mark.parametrize("name", ["AttentionUnet", "VNet", "SegResNetDS", "MedNeXt", "SwinUNETR"])
+def test_network_matches_monais(name: str) -> None:
+    arguments = ARGUMENTS[name]
+    original = getattr(nets, name)(**arguments).eval()
+    network = build_network(Architecture(name=name, arguments=arguments)).eval()
+    network.load_state_dict(original.state_dict())
+    x = torch.rand(1, 2, 32, 32, 64)
+    with torch.inference_mode():
+        assert torch.allclose(network(x), original(x), atol=1e-5)
 
 
 def test_packages_are_hidden_only_from_the_importing_thread(tmp_path, monkeypatch):

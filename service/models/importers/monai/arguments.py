@@ -16,10 +16,13 @@ _ARGUMENTS = {
     "ScaleIntensityRangePercentilesd": "lower upper b_min b_max clip relative channel_wise dtype",
     "ScaleIntensityd": "minv maxv factor channel_wise dtype",
     "NormalizeIntensityd": "subtrahend divisor nonzero channel_wise dtype",
+    "Spacingd": "pixdim mode padding_mode diagonal align_corners dtype recompute_affine min_pixdim max_pixdim "
+    "ensure_same_shape lazy",
     "Activationsd": "sigmoid softmax",
     "AsDiscreted": "argmax to_onehot threshold",
 }
-_FLOATING_POINT_TYPES = frozenset(["float", "float16", "float32", "float64", "half", "double"])
+# Types to which images may be converted, as they hold all intensities without rounding.
+_DTYPES = frozenset(["float", "float32", "float64", "double"])
 
 
 def check_arguments(name: str, step: Fields) -> None:
@@ -30,16 +33,28 @@ def check_arguments(name: str, step: Fields) -> None:
     for key, value in step.as_dict().items():
         if key not in known_arguments and value not in (None, False):
             raise UnsupportedPackage(f"{step.locate(key)}: this argument of {name} is not supported.")
-    dtype = step.get("dtype")
-    if dtype is not None and str(dtype).rpartition(".")[2] not in _FLOATING_POINT_TYPES:
-        raise UnsupportedPackage(f"{step.locate('dtype')}: only floating-point types are supported, not {dtype!r:.80}.")
-    if name == "NormalizeIntensityd" and ("subtrahend" in step) != ("divisor" in step):
-        raise UnsupportedPackage(
-            f"{step.locate('subtrahend')}: a fixed subtrahend with the standard deviation of the image, or a fixed "
-            "divisor with its mean, is not supported; both or neither must be specified."
-        )
-    if name == "Activationsd" and step.get("sigmoid") and step.get("softmax"):
+    check_dtypes(step)
+    if name == "Activationsd" and is_enabled(step, "sigmoid") and is_enabled(step, "softmax"):
         raise UnsupportedPackage(f"{step.locate('softmax')}: sigmoid and softmax cannot be applied together.")
+
+
+def check_dtypes(step: Fields) -> None:
+    """Raise UnsupportedPackage if a transform converts an image to a type that rounds its intensities."""
+    value = step.get("dtype")
+    for dtype in value if isinstance(value, list) else [value]:
+        if dtype is not None and str(dtype).rpartition(".")[2] not in _DTYPES:
+            raise UnsupportedPackage(
+                f"{step.locate('dtype')}: only the types float32 and float64 are supported, not {dtype!r:.80}."
+            )
+
+
+def is_enabled(step: Fields, key: str) -> bool:
+    """Return the value of a flag, or of a list with the same flag for each key."""
+    value = step.get(key)
+    flags = {bool(flag) for flag in value} if isinstance(value, list) and value else {bool(value)}
+    if len(flags) > 1:
+        raise UnsupportedPackage(f"{step.locate(key)}: different values for several keys are not supported: {value}.")
+    return flags.pop()
 
 
 def is_positive_number(value: object) -> bool:

@@ -23,7 +23,8 @@ from service.models.importers.draft import (
     find_file,
     read_mapping,
 )
-from service.models.importers.monai.arguments import check_arguments, is_positive_number
+from service.models.importers.monai.arguments import check_arguments, check_dtypes, is_enabled, is_positive_number
+from service.models.importers.monai.normalization import TRANSLATORS, translate_normalization
 
 WEIGHTS_FILES: tuple[tuple[str, WeightsKind], ...] = (
     ("models/model.pt", "state dict"),
@@ -77,9 +78,10 @@ def read(root: Path) -> Draft:
         content["outputs"] = _read_outputs(_get_only_tensor(formats, "outputs"))
     if "outputs" in problems:
         del content["outputs"]
+    has_classes = False
     with collect_problem(problems, "activation"):
-        content["activation"] = _read_activation(config)
-    if len(content.get("outputs") or []) > 1 and content.get("activation") != "sigmoid":
+        content["activation"], has_classes = _read_activation(config)
+    if len(content.get("outputs") or []) > 1 and has_classes and content["activation"] != "sigmoid":
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = (
@@ -216,8 +218,20 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
 def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
     """Return the names and settings of a chain of transforms, excluding disabled and ignored transforms."""
     chain = config.get_mapping(key)
-    steps = [step for step in chain.get_mappings("transforms") if step.get("_disabled_") is not True]
-    return [(name, step) for step in steps if (name := _read_name(step)) not in IGNORED_TRANSFORMS]
+    steps = [(_read_name(step), step) for step in chain.get_mappings("transforms") if not _is_disabled(step)]
+    for name, step in steps:
+        if name in IGNORED_TRANSFORMS:
+            check_dtypes(step)
+        elif name == "AsDiscreted":
+            # Classes are integers, so any type can hold them.
+            break
+    return [(name, step) for name, step in steps if name not in IGNORED_TRANSFORMS]
+
+
+def _is_disabled(step: Fields) -> bool:
+    """Return whether MONAI skips a transform."""
+    value = step.get("_disabled_")
+    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 
 
 def _read_name(step: Fields) -> str:
@@ -225,31 +239,26 @@ def _read_name(step: Fields) -> str:
     return step.get_string("_target_").rpartition(".")[2]
 
 
-def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any]:
+def _read_normalization(config: Fields, channel_count: Any) -> dict[str, Any] | list[dict[str, Any]]:
     """Read the intensity normalization. Raises UnsupportedPackage for all other transforms except `Spacingd`."""
     if "preprocessing" not in config:
         raise UnsupportedPackage("preprocessing: this key is missing, so the normalization of images is unknown.")
     step = _find_normalization(config)
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}
-    name = _read_name(step)
-    check_arguments(name, step)
-    if channel_count != 1 and name != "ScaleIntensityRanged" and not step.get("channel_wise") and "divisor" not in step:
-        raise UnsupportedPackage(
-            f"{step.locate('channel_wise')}: statistics computed jointly over all channels are not supported."
-        )
-    return _TRANSLATORS[name](Fields(_reject_expressions(step.as_dict(), step.locate()), step.locate()))
+    step = Fields(_reject_expressions(step.as_dict(), step.locate()), step.locate())
+    return translate_normalization(_read_name(step), step, channel_count)
 
 
 def _find_normalization(config: Fields) -> Fields | None:
     """Return the only intensity transform, or None. Raises UnsupportedPackage for any other except `Spacingd`."""
     steps = [step for name, step in _read_transforms(config, "preprocessing") if name != SPACING_TRANSFORM]
-    supported_steps = [step for step in steps if _read_name(step) in _TRANSLATORS][:1]
+    supported_steps = [step for step in steps if _read_name(step) in TRANSLATORS][:1]
     problems = [f"{step.locate('_target_')}: {_read_name(step)}" for step in steps if step not in supported_steps]
     if problems:
         raise UnsupportedPackage(
             f"preprocessing: these transforms are not supported: {', '.join(problems)}. The supported transforms "
-            f"are {SPACING_TRANSFORM} and one of {', '.join(_TRANSLATORS)}."
+            f"are {SPACING_TRANSFORM} and one of {', '.join(TRANSLATORS)}."
         )
     return supported_steps[0] if supported_steps else None
 
@@ -261,6 +270,7 @@ def _find_spacing(config: Fields) -> Fields | None:
         return None
     step, *later_steps = steps
     _reject_expressions(step.as_dict(), step.locate())
+    check_arguments(SPACING_TRANSFORM, step)
     if later_steps or "min_pixdim" in step or "max_pixdim" in step:
         raise UnsupportedPackage(
             f"{step.locate()}: only one {SPACING_TRANSFORM}, without min_pixdim and max_pixdim, is supported."
@@ -273,9 +283,10 @@ def _read_spacing(config: Fields) -> list[float] | None:
     step = _find_spacing(config)
     if step is None:
         return None
-    modes = step.get("mode") or "bilinear"
-    if (modes[0] if isinstance(modes, list) else modes) != "bilinear":
-        raise UnsupportedPackage(f"{step.locate('mode')}: only bilinear is supported, not {modes!r}.")
+    for key, supported in (("mode", "bilinear"), ("padding_mode", "border")):
+        value = step.get(key) or supported
+        if (value[0] if isinstance(value, list) else value) != supported:
+            raise UnsupportedPackage(f"{step.locate(key)}: only {supported} is supported, not {value!r:.80}.")
     pixdim = step.get("pixdim")
     # As in MONAI, the last value is repeated for missing axes.
     sizes = [*pixdim, *pixdim[-1:] * 3][:3] if isinstance(pixdim, list) else [pixdim] * 3
@@ -284,63 +295,19 @@ def _read_spacing(config: Fields) -> list[float] | None:
     return [float(size) for size in sizes]
 
 
-def _read_number(step: Fields, key: str, default: float | None = None) -> float:
-    value = step.get(key) if key in step else default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UnsupportedPackage(f"{step.locate(key)}: expected a number, not {value!r}.")
-    return float(value)
+def _read_activation(config: Fields) -> tuple[str, bool]:
+    """Return softmax, sigmoid or none, and whether the output with the highest score is the class.
 
-
-def _translate_range(step: Fields) -> dict[str, Any]:
-    a_min, a_max = _read_number(step, "a_min"), _read_number(step, "a_max")
-    b_min, b_max = _read_number(step, "b_min", 0), _read_number(step, "b_max", 1)
-    if a_min == a_max or b_min == b_max:
-        raise UnsupportedPackage(f"{step.locate('a_max')}: the range is empty.")
-    # Compute the intensities that the transform maps to 0 and 1.
-    width = (a_max - a_min) / (b_max - b_min)
-    low = a_min - b_min * width
-    clip = sorted((b_min, b_max)) if step.get("clip") else None
-    return {"kind": "range", "low": low, "high": low + width, "clip": clip}
-
-
-def _translate_percentiles(step: Fields) -> dict[str, Any]:
-    if _read_number(step, "b_min", 0) != 0 or _read_number(step, "b_max", 1) != 1 or step.get("relative"):
-        raise UnsupportedPackage(f"{step.locate('b_min')}: only scaling to the range from 0 to 1 is supported.")
-    clip = [0.0, 1.0] if step.get("clip") else None
-    return {"kind": "percentile", "low": _read_number(step, "lower"), "high": _read_number(step, "upper"), "clip": clip}
-
-
-def _translate_min_max(step: Fields) -> dict[str, Any]:
-    if _read_number(step, "minv", 0) != 0 or _read_number(step, "maxv", 1) != 1 or "factor" in step:
-        raise UnsupportedPackage(f"{step.locate('minv')}: only scaling to the range from 0 to 1 is supported.")
-    return {"kind": "percentile", "low": 0.0, "high": 100.0}
-
-
-def _translate_standardization(step: Fields) -> dict[str, Any]:
-    if step.get("nonzero"):
-        raise UnsupportedPackage(f"{step.locate('nonzero')}: statistics that exclude zero voxels are not supported.")
-    if "subtrahend" in step:
-        low = _read_number(step, "subtrahend")
-        return {"kind": "range", "low": low, "high": low + _read_number(step, "divisor")}
-    return {"kind": "zscore"}
-
-
-_TRANSLATORS = {
-    "ScaleIntensityRanged": _translate_range,
-    "ScaleIntensityRangePercentilesd": _translate_percentiles,
-    "ScaleIntensityd": _translate_min_max,
-    "NormalizeIntensityd": _translate_standardization,
-}
-
-
-def _read_activation(config: Fields) -> str:
-    """Return softmax, sigmoid or none. Raises UnsupportedPackage for steps other than activations and an argmax."""
-    activation = "none"
+    Raises UnsupportedPackage for steps other than activations and an argmax.
+    """
+    activation, has_classes = "none", False
     for index, (name, step) in enumerate(_read_transforms(config, "postprocessing")):
         check_arguments(name, step)
         if name == "Activationsd" and index == 0:
-            kinds = [kind for kind in ("softmax", "sigmoid") if step.get(kind) not in (None, False, [False])]
+            kinds = [kind for kind in ("softmax", "sigmoid") if is_enabled(step, kind)]
             activation = kinds[0] if kinds else "none"
         elif name != "AsDiscreted" or step.get("threshold") is not None:
             raise UnsupportedPackage(f"{step.locate('_target_')}: {name} is not supported with these settings.")
-    return activation
+        else:
+            has_classes = has_classes or is_enabled(step, "argmax")
+    return activation, has_classes or activation == "softmax"

@@ -149,9 +149,9 @@ def test_bundle_with_torchscript_and_yaml_is_imported(
         (
             "monai.transforms.ScaleIntensityRangePercentilesd",
             {"lower": 1, "upper": 99, "b_min": 0, "b_max": 1},
-            {"kind": "percentile", "low": 1.0, "high": 99.0, "clip": None},
+            {"kind": "percentile", "low": 1.0, "high": 99.0, "eps": 0.0, "clip": None},
         ),
-        ("NormalizeIntensityd", {"channel_wise": True}, {"kind": "zscore"}),
+        ("NormalizeIntensityd", {"channel_wise": True}, {"kind": "zscore", "eps": 0.0}),
         (
             "NormalizeIntensityd",
             {"subtrahend": 10, "divisor": 4},
@@ -181,7 +181,7 @@ def test_supported_normalizations_are_translated(
         (make_preprocessing_config({"_target_": "NormalizeIntensityd", "divisor": 9}), "0\\].subtrahend: .*both"),
         (
             make_preprocessing_config({"_target_": "ScaleIntensityd", "dtype": "uint8"}),
-            r"0\].dtype: only floating-point types are supported, not 'uint8'",
+            r"0\].dtype: only the types float32 and float64 are supported, not 'uint8'",
         ),
         (
             make_preprocessing_config({"_target_": "ScaleIntensityd", "gamma": 2}),
