@@ -47,7 +47,13 @@ def test_suggested_command_works_with_the_right_architecture(
     assert main([*command[1:index], ARCHITECTURE, *command[index + 1 :]]) == 0
     spec = read_spec(tmp_path / "models" / "my-net")
     assert (spec.input.channels, spec.input.diameter, spec.outputs) == (2, 20.0, ("background", "cell"))
-    assert spec.input.normalisation.model_dump() == {"kind": "percentile", "low": 1.0, "high": 99.8, "clip": None}
+    assert spec.input.normalisation.model_dump() == {
+        "kind": "percentile",
+        "low": 1.0,
+        "high": 99.8,
+        "eps": 0.0,
+        "clip": None,
+    }
     assert "other keys were ignored: epoch" in capsys.readouterr().out
 
 

@@ -40,7 +40,13 @@ def test_description_is_complete(folder):
     assert (spec.tiling, spec.input.roi_size) == (("stardist", (1, 8, 8), (1, 2, 2)), (52, 96, 96))
     thresholds = json.loads((folder / "thresholds.json").read_text())
     assert (spec.decoding.threshold, spec.decoding.nms_threshold) == (thresholds["prob"], thresholds["nms"])
-    assert spec.input.normalisation.model_dump() == {"kind": "percentile", "low": 1.0, "high": 99.8, "clip": None}
+    assert spec.input.normalisation.model_dump() == {
+        "kind": "percentile",
+        "low": 1.0,
+        "high": 99.8,
+        "eps": 0.0,
+        "clip": None,
+    }
     assert any("percentiles 1 and 99.8" in note for note in draft.notes)
     assert any("2 : 1 : 1" in note for note in draft.notes)
 
