@@ -122,6 +122,8 @@ class Downloader:
                 self._receive(transfer, progress)
                 break
             except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
                 if isinstance(error, OSError) and error.filename is not None and not _is_status(error):
                     raise  # an error of the local disk
                 attempts = 1 if transfer.received > received_before else attempts + 1
