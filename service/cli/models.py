@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from service.cli import import_model
+from service.cli.model_packages import import_model
 from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import UnknownModel

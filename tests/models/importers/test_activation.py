@@ -12,7 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from service.cli.import_model import _parse_activation
+from service.cli.model_packages.import_model import _parse_activation
 from service.core.errors import BadParameter, UnsupportedPackage
 from service.inference.decoding.decoders import make_decoder
 from service.models.importers.activation import check_activation

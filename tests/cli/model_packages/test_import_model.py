@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from service.__main__ import main
-from service.cli.import_model import QUESTIONS, ask_questions
+from service.cli.model_packages.import_model import QUESTIONS, ask_questions
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.repository import read_spec
 

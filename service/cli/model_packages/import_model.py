@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from service.cli.model_packages.package_source import add_download_options, list_download_options, provide_package
 from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, ConfigError, MissingKeys
@@ -164,10 +165,10 @@ def add_arguments(import_parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models import`."""
     import_parser.add_argument(
         "package",
-        type=Path,
         metavar="PATH",
-        help="Folder, zip archive or file that contains the model; nothing is downloaded",
+        help="Folder, zip archive or file with the model, its https URL, or the name of a model of bioimage.io",
     )
+    add_download_options(import_parser)
     import_parser.add_argument("--name", help="Name of the model (default: the name in the package)")
     for question in QUESTIONS:
         text = f"{question.meaning}. Example: '{question.example}'".replace("%", "%%")
@@ -202,24 +203,26 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
     }
 
-    def import_package() -> None:
+    def import_package(package: Path) -> None:
         keys = _merge_keys(file_keys, option_values) | ({} if options.name is None else {"name": options.name})
-        spec, notes = import_model(options.package, folder, keys, prepare=prepare_tensor, trust=options.trust)
+        spec, notes = import_model(package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
         for note in notes:
             sys.stdout.write(f"note: {note}\n")
 
-    try:
-        import_package()
-    except MissingKeys as missing:
-        if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise BadParameter(
-                _explain_missing_keys(options, folder, missing.package, missing.problems, option_values)
-            ) from missing
-        sys.stderr.write(f"{missing.package}. The package lacks information about how to use the network.\n")
-        option_values |= ask_questions(missing.problems, option_values, _ask_on_terminal)
-        sys.stderr.write(f"The same command without questions:\n  {_format_command(options, folder, option_values)}\n")
-        import_package()
+    with provide_package(options, folder) as package:
+        try:
+            import_package(package)
+        except MissingKeys as missing:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise BadParameter(
+                    _explain_missing_keys(options, folder, missing.package, missing.problems, option_values)
+                ) from missing
+            sys.stderr.write(f"{missing.package}. The package lacks information about how to use the network.\n")
+            option_values |= ask_questions(missing.problems, option_values, _ask_on_terminal)
+            command = _format_command(options, folder, option_values)
+            sys.stderr.write(f"The same command without questions:\n  {command}\n")
+            import_package(package)
     return 0
 
 
@@ -295,6 +298,7 @@ def _explain_problems(missing_questions: Collection[Question], problems: Mapping
 
 def _format_command(options: argparse.Namespace, folder: Path, option_values: Mapping[str, str]) -> str:
     words = ["stackseg", "models", "import", str(options.package), "--models", str(folder)]
+    words += list_download_options(options)
     words += [word for option, text in option_values.items() for word in (option, text)]
     words += ["--with", str(options.key_file)] if options.key_file is not None else []
     words += ["--name", options.name] if options.name is not None else []

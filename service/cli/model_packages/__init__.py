@@ -1,0 +1,1 @@
+"""Import models from files and URLs, and export them."""
