@@ -33,6 +33,8 @@ ZIP64_END_RECORD_BYTES = 56
 DESCRIPTOR_FLAG = 8
 ENCRYPTION_FLAG = 1
 _MAX_COMMENT_BYTES = 2**16 - 1
+# Errors that a damaged archive or member causes when it is opened or read.
+ARCHIVE_ERRORS = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error)
 
 
 class ZipLimits(NamedTuple):
@@ -77,7 +79,7 @@ def translate_zip_errors() -> Iterator[None]:
     """Translate the errors that a damaged archive causes to BadFile."""
     try:
         yield
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError, zlib.error) as error:
+    except ARCHIVE_ERRORS as error:
         raise BadFile(f"The archive is damaged, encrypted or not supported: {str(error)[:160]}") from error
 
 

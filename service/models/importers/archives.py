@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from service.core.errors import UnsupportedPackage
-from service.core.files.zip_archive import open_torch_archive
+from service.core.files.zip_archive import ARCHIVE_ERRORS, open_torch_archive
 
 CHUNK_BYTES = 2**20
 SYSTEM_FILE_NAMES = frozenset([".DS_Store", "Thumbs.db", "desktop.ini"])
@@ -29,7 +29,7 @@ def unpack(path: Path, limit_bytes: int) -> Iterator[Path]:
         try:
             with open_torch_archive(path) as archive:
                 _extract(archive, root, limit_bytes)
-        except (OSError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        except (OSError, *ARCHIVE_ERRORS) as error:
             reason = getattr(error, "strerror", None) or error
             raise UnsupportedPackage(f"{path.name} cannot be unpacked: {reason}") from error
         yield _find_root(root)

@@ -32,6 +32,18 @@ def test_archive_with_too_many_bytes_is_rejected(tmp_path: Path) -> None:
         pass
 
 
+def test_archive_with_a_damaged_member_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", b"deflated " * 100)
+    content = bytearray(path.read_bytes())
+    # The first byte after the header and the name begins the compressed data.
+    content[31] = 0xFF
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedPackage, match=r"cannot be unpacked: "), unpack(path, 10_000):
+        pass
+
+
 def test_unsupported_paths_and_archives_are_rejected(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "outside.zip", "w") as archive:
         archive.writestr("../escaped", b"x")
