@@ -61,7 +61,7 @@ def measure(function: Callable[[], object]) -> Duration:
 
 
 class OriginalPredictor:
-    """nnU-Net's predictor in a process of its own environment."""
+    """nnU-Net's predictor, in a process with the environment of nnU-Net."""
 
     def __init__(self, python: Path, model: Path, image: Path, *, mirroring: bool) -> None:
         arguments = [str(model), str(image), str(mirroring), str(torch.get_num_threads())]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from service.training.examples import Example, ExampleDataset
+from service.training.examples import Example, ExampleDataset, place_crop
 
 # Number of object voxels per volume around which crops are placed.
 MAX_ANCHORS = 512
@@ -114,17 +114,9 @@ class DevicePool:
         """Copy a random part of a random volume to a random position in `crop`, flipped and transposed at random."""
         volume, anchors = self._volumes[int(rng.integers(len(self._volumes)))]
         anchor = anchors[int(rng.integers(len(anchors)))] if len(anchors) and rng.random() < 0.5 else None
-        crop_slices, volume_slices = [slice(None)], [slice(None)]
-        for axis, length in enumerate(volume.shape[1:]):
-            low, high = min(0, length - edge), max(0, length - edge)
-            if anchor is not None:
-                low, high = max(low, int(anchor[axis]) - edge + 1), min(high, int(anchor[axis]))
-            start = int(rng.integers(low, high + 1))
-            first, stop = max(start, 0), min(start + edge, length)
-            volume_slices.append(slice(first, stop))
-            crop_slices.append(slice(first - start, stop - start))
+        crop_slices, volume_slices = place_crop(volume.shape[1:], edge, anchor, rng)
         target = crop.transpose(2, 3) if rng.random() < 0.5 else crop
-        target[tuple(crop_slices)] = volume[tuple(volume_slices)]
+        target[(slice(None), *crop_slices)] = volume[(slice(None), *volume_slices)]
         if flips := [axis for axis in (1, 2, 3) if rng.random() < 0.5]:
             crop.copy_(crop.flip(flips))
 

@@ -229,10 +229,23 @@ def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
     placed so that it contains a randomly chosen object voxel. Otherwise, many crops of sparse volumes would be empty.
     """
     crop = np.zeros((1 + len(example.targets), edge, edge, edge), np.float32)
-    crop_slices, volume_slices = [], []
     shape = example.image.shape
     object_voxels = np.flatnonzero(example.targets[0]) if rng.random() < 0.5 else np.zeros(0, np.intp)
     voxel = np.unravel_index(int(rng.choice(object_voxels)), shape) if object_voxels.size else None
+    crop_slices, volume_slices = place_crop(shape, edge, voxel, rng)
+    crop[0][crop_slices] = example.image[volume_slices]
+    crop[1:][(slice(None), *crop_slices)] = example.targets[(slice(None), *volume_slices)]
+    return crop
+
+
+def place_crop(
+    shape: Sequence[int], edge: int, voxel: Sequence[np.intp] | NDArray[np.intp] | None, rng: np.random.Generator
+) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Draw the position of a crop of edge length `edge` in a volume, so that it contains `voxel` if given.
+
+    Returns where the voxels are in the crop, and in the volume. The rest of the crop is outside the volume.
+    """
+    crop_slices, volume_slices = [], []
     for axis, length in enumerate(shape):
         min_start, max_start = min(0, length - edge), max(0, length - edge)
         if voxel is not None:
@@ -241,9 +254,7 @@ def _crop(example: Example, rng: np.random.Generator, edge: int) -> Floats:
         volume_start, volume_stop = max(start, 0), min(start + edge, length)
         volume_slices.append(slice(volume_start, volume_stop))
         crop_slices.append(slice(volume_start - start, volume_stop - start))
-    crop[0][tuple(crop_slices)] = example.image[tuple(volume_slices)]
-    crop[1:][(slice(None), *crop_slices)] = example.targets[(slice(None), *volume_slices)]
-    return crop
+    return tuple(crop_slices), tuple(volume_slices)
 
 
 def _augment(crop: Floats, rng: np.random.Generator) -> Floats:

@@ -18,7 +18,7 @@ _WORDS = {
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what is wrong and what to do, for people."""
+    """Return the reason and the remedy of an error, as shown to users."""
     if not isinstance(error, ProblemError):
         return str(error) or type(error).__name__
     suggested = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in error.suggested.items())

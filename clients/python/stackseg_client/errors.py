@@ -58,12 +58,12 @@ class ServiceNotStarted(StackSegError):
 
 @dataclass(eq=False)
 class ProblemError(StackSegError):
-    """An error response of the server. `str(error)` is `detail`, which says what is wrong and what to do.
+    """An error response of the server. `str(error)` is `detail`, the reason and the remedy.
 
     status       HTTP status code
     type         stable identifier, such as `urn:stackseg:problem:ambiguous-axes`
     title        short description of the type
-    detail       what is wrong and what to do
+    detail       reason of the error, and how to resolve it
     instance     identifier of the request, which is also in the log of the server
     parameter    parameter that caused the error; None if unknown
     suggested    values to try, by parameter: `client.segment(stack, **error.suggested)`

@@ -63,7 +63,7 @@ class Inspection:
     axes        axes of the stored array, and its `stored_shape`
     shape       channels, Z, Y, X of the part that would be segmented
     voxel_size  Z, Y and X in micrometers; None if unknown
-    notes       what was assumed about the file
+    notes       assumptions about the file
     windows     number of windows; None if the request would fail
     seconds     estimated time until the result is ready; None if unknown
     problem     why `segment()` would fail; None if it would not

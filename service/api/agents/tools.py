@@ -59,7 +59,7 @@ class Tool:
 
 
 async def list_models(client: Client, _arguments: args.NoArguments) -> ToolAnswer:
-    """Return what is needed to choose a model."""
+    """Return the properties of models by which a model is chosen."""
     report = report_models(client.runtime, lambda _model: False)
     members = {"name", "version", "state", "summary", "licence", "training_data", "outputs", "decoding", "problem"}
     models = [

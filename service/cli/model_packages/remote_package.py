@@ -143,23 +143,27 @@ def _make_local_name(source: str, number: int) -> str:
 
 def _find_sources(description: dict[str, Any]) -> Iterator[tuple[Any, Any, str | None]]:
     """Yield the mapping or list, and its key or index, that names each file, and the expected SHA-256."""
-    candidates: list[Any] = []
-    for side in ("inputs", "outputs"):
-        tensors = description.get(side)
-        candidates += [tensor.get("test_tensor") for tensor in tensors or [] if isinstance(tensor, dict)]
-    weights = description.get("weights")
-    entries = weights if isinstance(weights, dict) else {}
-    for entry in map(entries.get, WEIGHTS_FORMATS):
-        candidates += [entry, entry.get("external_data")] if isinstance(entry, dict) else []
-    for entry in candidates:
+    for entry in _list_entries(description):
         if isinstance(entry, dict) and isinstance(entry.get("source"), str):
             sha256 = entry.get("sha256")
             yield entry, "source", sha256 if isinstance(sha256, str) else None
     for side in ("test_inputs", "test_outputs"):
-        names = description.get(side)
-        if isinstance(names, list):
-            yield from ((names, index, None) for index, name in enumerate(names) if isinstance(name, str))
-    attachments = description.get("attachments")
-    for entry in attachments if isinstance(attachments, list) else ():
-        if isinstance(entry, dict) and entry.get("source") == "stackseg.yaml":
-            yield entry, "source", entry.get("sha256") if isinstance(entry.get("sha256"), str) else None
+        names = _get_list(description, side)
+        yield from ((names, index, None) for index, name in enumerate(names) if isinstance(name, str))
+
+
+def _list_entries(description: dict[str, Any]) -> list[Any]:
+    """Return the test tensors, weights and settings of StackSeg, which are mappings with a source if they are valid."""
+    tensors = [*_get_list(description, "inputs"), *_get_list(description, "outputs")]
+    entries = [tensor.get("test_tensor") for tensor in tensors if isinstance(tensor, dict)]
+    weights = description.get("weights")
+    for entry in map((weights if isinstance(weights, dict) else {}).get, WEIGHTS_FORMATS):
+        entries += [entry, entry.get("external_data")] if isinstance(entry, dict) else []
+    attachments = _get_list(description, "attachments")
+    return entries + [a for a in attachments if isinstance(a, dict) and a.get("source") == "stackseg.yaml"]
+
+
+def _get_list(description: dict[str, Any], key: str) -> list[Any]:
+    """Return a list of the description, or an empty list if there is none."""
+    value = description.get(key)
+    return value if isinstance(value, list) else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 import liffile
@@ -40,19 +41,11 @@ class LifScene(Scene):
 
     def __init__(self, image: Any, tile: int | None) -> None:
         self._image, self._tile = image, {} if tile is None else {"M": tile}
-        spectral_axes = [axis for axis in image.sizes if axis in "λΛ"]
-        # The bands of a spectrum are channels, unless they are recorded for each of several channels.
-        self._channel_axis = spectral_axes[0] if len(spectral_axes) == 1 and "C" not in image.sizes else "C"
+        self._channel_axis = _find_channel_axis(image.sizes)
         sizes = {
             "C" if axis == self._channel_axis else axis: length for axis, length in image.sizes.items() if axis != "M"
         }
-        for axis in sizes.keys() - set("TZCYXS"):
-            raise BadFile(f"The image has {_OTHER_AXES.get(axis, f'an axis {axis}')}, which are not supported.")
-        plane_axes = [axis for axis in sizes if axis != "S"][-2:]
-        if plane_axes != ["Y", "X"]:
-            raise BadFile(
-                f"The image was scanned along {' and '.join(plane_axes)}. Only scans along Y and X are supported."
-            )
+        _check_axes(sizes)
         self.axes, self.shape = "".join(sizes), tuple(sizes.values())
         self.dtype = np.dtype(image.dtype)
         sizes_in_micrometers = [self._find_pixel_size(axis) for axis in "ZYX"]
@@ -82,6 +75,26 @@ class LifScene(Scene):
         renamed = {self._channel_axis if axis == "C" else axis: index for axis, index in position.items()}
         plane: Array = self._image.frame(**renamed, **self._tile)
         return plane
+
+
+def _find_channel_axis(sizes: Mapping[str, int]) -> str:
+    """Return the axis that the channels are along: C, or the wavelength.
+
+    The bands of a spectrum are channels, unless they are recorded for each of several channels.
+    """
+    spectral_axes = [axis for axis in sizes if axis in "λΛ"]
+    return spectral_axes[0] if len(spectral_axes) == 1 and "C" not in sizes else "C"
+
+
+def _check_axes(sizes: Mapping[str, int]) -> None:
+    """Raise BadFile if an image has an unsupported axis, or if its planes are not scanned along Y and X."""
+    for axis in sizes.keys() - set("TZCYXS"):
+        raise BadFile(f"The image has {_OTHER_AXES.get(axis, f'an axis {axis}')}, which are not supported.")
+    plane_axes = [axis for axis in sizes if axis != "S"][-2:]
+    if plane_axes != ["Y", "X"]:
+        raise BadFile(
+            f"The image was scanned along {' and '.join(plane_axes)}. Only scans along Y and X are supported."
+        )
 
 
 class _NamelessStream(io.BufferedReader):

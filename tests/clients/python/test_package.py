@@ -1,4 +1,4 @@
-"""The client is a package of its own that knows the parameters and file formats of the service."""
+"""The client is a separate package that knows the parameters and file formats of the service."""
 
 from __future__ import annotations
 

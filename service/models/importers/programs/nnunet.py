@@ -244,7 +244,7 @@ def _get_text(dataset: Fields, key: str, default: str) -> str:
 
 
 def _describe_choice(folder: Path, folds: Sequence[_Fold], other_folders: Sequence[str]) -> list[str]:
-    """Return notes about what was imported and what was not."""
+    """Return notes about the imported folds and the settings that were ignored."""
     files = ", ".join(fold.file for fold in folds)
     average = f", whose scores are averaged; a window takes {len(folds)} times as long" if len(folds) > 1 else ""
     notes = [f"Imported the configuration {folds[0].configuration} from {files}{average}."]

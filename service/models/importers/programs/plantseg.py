@@ -1,7 +1,7 @@
 """Import checkpoints that PlantSeg, PanSeg or pytorch-3dunet have written, with the `config_train.yml` next to them.
 
-Without this file, the arguments of the network are inferred from its tensors as far as possible, and the operator is
-asked for the rest. The networks are in `service.models.architectures.pytorch3dunet`.
+Without this file, the arguments of the network are inferred from its tensors as far as possible, and the operator must
+state the others. The networks are in `service.models.architectures.pytorch3dunet`.
 """
 
 from __future__ import annotations

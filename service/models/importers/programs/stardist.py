@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from service.models.importers.programs.keras_weights import KerasWeights
 
 CONFIG_FILE, THRESHOLDS_FILE, WEIGHTS_FILE = "config.json", "thresholds.json", "weights_best.h5"
-# Thresholds that StarDist uses if a model has no thresholds of its own.
+# Thresholds that StarDist uses if the folder of a model has no `thresholds.json`.
 DEFAULT_THRESHOLDS = {"prob": 0.5, "nms": 0.4}
 # Settings of the backbones that only affect training, or the names of layers.
 # Length up to which a window is enlarged beyond the training patches, for the receptive field.
