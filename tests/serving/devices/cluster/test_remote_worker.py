@@ -119,6 +119,8 @@ def test_request_is_retried_if_its_device_is_lost(
     service: Service, stack: bytes, losses: tuple[int, int], status: int
 ) -> None:
     live, actors = service
+    # A worker that is still recovering from an earlier loss would not receive the request.
+    wait_until(lambda: all(worker.problem is None for worker in live.runtime.devices.all))
     for actor, times in zip(actors, losses, strict=True):
         actor.remaining_device_failures = times
     answer = live.segment(stack)
