@@ -321,5 +321,6 @@ class SegmentWidget(TaskWidget[Segmentation]):
             **arguments,
         )
         diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
-        warnings = [f"⚠ {messages.rephrase(warning)}" for warning in result.warnings]
-        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *warnings]))
+        doubt = None if result.low_confidence is None else result.low_confidence.detail
+        notes = [("⚠ " if note == doubt else "") + messages.rephrase(note) for note in result.warnings]
+        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *notes]))

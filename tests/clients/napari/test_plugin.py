@@ -105,6 +105,8 @@ def test_labels_have_the_place_and_the_measurements_of_their_image(viewer: Any, 
     assert "77 objects" in widget.message.text()
     assert widget.progress.value() == 100
     assert "diameter=" not in widget.message.text()
+    # Confidence is high, so the message is a note and not a warning.
+    assert "⚠" not in widget.message.text()
 
 
 def test_measured_diameters_are_used(viewer: Any, widget: SegmentWidget) -> None:
