@@ -7,7 +7,6 @@ from functools import partial
 from typing import NamedTuple
 
 from fastapi import Request
-from pydantic_core import from_json
 from starlette.types import Message
 
 from service.api.dependencies import get_quota_name
@@ -26,7 +25,7 @@ MAX_JSON_BYTES = 2**22
 # Maximum number of lists and objects in a JSON object. Parsing millions of them blocks other threads for seconds.
 MAX_JSON_PARTS = 2**17
 # Memory per byte of a JSON object while it is parsed.
-PARSING_BYTES = 32
+PARSING_BYTES = 48
 # Maximum memory for JSON objects with values. A single client can use half of this memory.
 JSON_MEMORY_BUDGET = FairMemoryBudget(4 * PARSING_BYTES * MAX_JSON_BYTES)
 RETRY_SECONDS = 1
@@ -156,10 +155,7 @@ def _make_json_too_large_error() -> TooLarge:
 def _parse(content: bytes, limit_bytes: int) -> ReceivedRequest:
     if content.count(b"[") + content.count(b"{") > MAX_JSON_PARTS:
         raise TooLarge(f"data: there are more than {MAX_JSON_PARTS:,} nested lists. Send one flat list in C order.")
-    try:
-        message = parse_request(from_json(content))
-    except ValueError as error:
-        raise BadParameter(f"The request is not valid JSON: {error}.") from None
+    message = parse_request(content)
     tensor = message.input
     nbytes = check_size(tensor, limit_bytes)
     values = None if tensor.data is None else convert_values(tensor)

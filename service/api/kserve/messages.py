@@ -133,10 +133,10 @@ def _format_value(value: ParameterValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def parse_request(document: Any) -> InferenceRequest:
-    """Validate the JSON object of a request. Raises BadParameter that names the first invalid member."""
+def parse_request(content: bytes) -> InferenceRequest:
+    """Parse the JSON object of a request. Raises BadParameter that names the first invalid member."""
     try:
-        return InferenceRequest.model_validate(document)
+        return InferenceRequest.model_validate_json(content)
     except ValidationError as error:
         first_error = error.errors(include_url=False, include_context=False, include_input=False)[0]
         name = ".".join(map(str, first_error["loc"]))[:MAX_NAME_CHARS] or "request"
