@@ -109,18 +109,26 @@ class ReceivedRequest(NamedTuple):
     values: bytes | None
     nbytes: int
 
+    @property
+    def missing_bytes(self) -> int:
+        """Size of the binary data after the JSON object."""
+        return self.nbytes if self.values is None else 0
+
 
 async def receive_json(request: Request, stream: BodyStream, limit_bytes: int) -> ReceivedRequest:
     """Receive the JSON object of a request for a tensor of at most `limit_bytes` bytes.
 
-    Raises the errors of `parse_request`, `check_size` and `convert_values`, TooLarge, and RateLimited if the JSON
-    objects of the client need too much memory.
+    Raises the errors of `parse_request`, `check_size`, `convert_values` and `check_missing_bytes`, TooLarge, and
+    RateLimited if the JSON objects of the client need too much memory.
     """
-    header = get_header(request.scope, LENGTH_HEADER.lower().encode())
-    if header:
-        return _parse(await stream.read_up_to(_parse_header_length(header)), limit_bytes)
     content_length = get_header(request.scope, b"content-length")
     is_known = content_length.isdecimal() and not stream.is_compressed
+    if header := get_header(request.scope, LENGTH_HEADER.lower().encode()):
+        header_bytes = _parse_header_length(header)
+        received = _parse(await stream.read_up_to(header_bytes), limit_bytes)
+        if is_known:
+            check_missing_bytes(received, received.missing_bytes + header_bytes - int(content_length))
+        return received
     max_bytes = int(content_length) if is_known else MAX_JSON_BYTES
     if max_bytes > MAX_JSON_BYTES:
         raise _make_json_too_large_error()
@@ -163,21 +171,31 @@ def _parse(content: bytes, limit_bytes: int) -> ReceivedRequest:
     return ReceivedRequest(message, values, nbytes)
 
 
+def check_missing_bytes(received: ReceivedRequest, missing_bytes: int) -> None:
+    """Raise BadParameter unless the binary data has the size of the tensor. `missing_bytes` may be negative."""
+    if missing_bytes:
+        problem = "longer than" if missing_bytes < 0 else f"{missing_bytes} bytes shorter than"
+        raise BadParameter(
+            f"The binary data is {problem} the {received.missing_bytes} bytes of the tensor.",
+            parameter="binary_data_size",
+        )
+
+
 class TiffUpload:
     """The tensor of a request as the body of an upload: an uncompressed TIFF, which is passed on as it arrives."""
 
     def __init__(self, request: Request, stream: BodyStream, received: ReceivedRequest) -> None:
-        self._request, self._stream = request, stream
+        self._request, self._stream, self._received = request, stream, received
         header = make_tiff_header(received.message.input)
         self.nbytes = len(header) + received.nbytes
         self._head = header + (received.values or b"")
-        self._missing_bytes, self._tensor_bytes = self.nbytes - len(self._head), received.nbytes
+        self._missing_bytes = received.missing_bytes
         self._is_complete = False
 
     async def receive(self) -> Message:
         """Return the next part of the TIFF. After its end, wait until the client disconnects.
 
-        Raises BadParameter unless the body ends where the tensor does, and the errors of `BodyStream`.
+        Raises the errors of `check_missing_bytes` and `BodyStream`.
         """
         if self._is_complete:
             return await self._request.receive()
@@ -186,10 +204,6 @@ class TiffUpload:
             chunk = await self._stream.read_chunk()
             self._is_complete = not chunk
             self._missing_bytes -= len(chunk)
-            if self._missing_bytes < 0 or (self._is_complete and self._missing_bytes > 0):
-                problem = "longer than" if self._missing_bytes < 0 else f"{self._missing_bytes} bytes shorter than"
-                raise BadParameter(
-                    f"The binary data is {problem} the tensor, which has {self._tensor_bytes} bytes.",
-                    parameter="binary_data_size",
-                )
+            if self._is_complete or self._missing_bytes < 0:
+                check_missing_bytes(self._received, self._missing_bytes)
         return {"type": "http.request", "body": chunk, "more_body": not self._is_complete}

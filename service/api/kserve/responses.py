@@ -111,6 +111,8 @@ async def build_inference_response(
         if not message.is_output_binary:
             check_json_values(math.prod(output.shape))
         response = InferenceResponse(message, stack.metadata, output)
+        if stack.cache_status is not None:
+            response.headers["X-Cache"] = stack.cache_status
         response.resources.callback(exit_stack.pop_all().close)
         return response
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bands import Phantom
+from fakes import wait_until
 from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
 from numpy.typing import NDArray
 
@@ -28,7 +29,9 @@ BINARY = {"binary_data_output": True}
 
 @pytest.fixture(scope="module")
 def live(bands_repository: Path) -> Iterator[LiveServer]:
-    settings = eager_settings(bands_repository, access={"keys": {"ada": hash_key(KEY)}}, limits={"upload_bytes": 2**22})
+    settings = eager_settings(
+        bands_repository, access={"keys": {"ada": hash_key(KEY)}}, limits={"upload_bytes": 2**22, "cache_bytes": 2**24}
+    )
     with serve(settings) as running:
         running.client.headers.update(AUTHORIZATION)
         yield running
@@ -139,8 +142,10 @@ def test_bodies_may_be_compressed(
     live: LiveServer, pixels: NDArray[np.uint16], expected: LabelTiff, encoding: str, encode: Any, decode: Any
 ) -> None:
     headers = {"Content-Encoding": encoding, "Accept-Encoding": encoding}
+    send_binary(live, pixels)
     response = send_binary(live, pixels, encode, headers=headers)
     # The client of the test has decompressed the response.
+    assert response.headers["x-cache"] == "hit"
     assert response.headers["content-encoding"] == encoding
     assert int(response.num_bytes_downloaded) < len(response.content) / 5
     assert np.array_equal(read_output(response)[1], expected.pixels)
@@ -301,8 +306,26 @@ def test_access_is_that_of_the_http_api(live: LiveServer, pixels: NDArray[np.uin
 
 def test_requests_leave_no_files(live: LiveServer, pixels: NDArray[np.uint16]) -> None:
     send_binary(live, pixels)
-    send_binary(live, pixels, lambda content: content[:-1])
-    assert live.leftovers() == []
+    send_binary(live, pixels, headers={"Content-Encoding": "gzip"})
+    document = {"inputs": [describe_array(pixels) | {"parameters": {"binary_data_size": pixels.nbytes}}]}
+    start = json.dumps(document).encode()
+    headers = (f"{body.LENGTH_HEADER}: {len(start)}", f"Authorization: Bearer {KEY}")
+    with live.open_request(INFER, start + bytes(1000), len(start) + pixels.nbytes, *headers):
+        wait_until(lambda: live.runtime.scratch_space.used_bytes > 0)
+    wait_until(lambda: live.runtime.scratch_space.used_bytes == 0)
+    wait_until(lambda: live.leftovers() == [])
+
+
+@pytest.mark.parametrize(("change", "status"), [(0, 200), (-1, 422), (1, 422)])
+def test_bodies_of_unknown_length_are_checked_as_they_arrive(
+    live: LiveServer, pixels: NDArray[np.uint16], change: int, status: int
+) -> None:
+    document = {"inputs": [describe_array(pixels) | {"parameters": {"binary_data_size": pixels.nbytes}}]}
+    start = json.dumps(document | {"parameters": BINARY}).encode()
+    values = (pixels.tobytes() + b"0")[: pixels.nbytes + change]
+    parts = iter([start[:9], start[9:] + values[:7], values[7:1000], values[1000:]])
+    response = live.client.post(INFER, content=parts, headers={body.LENGTH_HEADER: str(len(start))})
+    assert response.status_code == status, response.text
 
 
 def test_parameters_are_those_of_segment_that_apply_to_tensors() -> None:
