@@ -64,7 +64,7 @@ lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scrip
 	cd clients/python && ../../$(BIN)/deptry .
 	cd clients/napari && ../../$(BIN)/deptry .
 	$(BIN)/shellcheck .ci/run scripts/*.sh benchmarks/*.sh
-	$(BIN)/hadolint docker/Dockerfile
+	$(BIN)/hadolint docker/Dockerfile docker/workflows.Dockerfile
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec docker/compose.yaml docker/compose.cpu.yaml
 	@if command -v npm >/dev/null; then $(MAKE) lint-page; else echo "npm is not installed; the web UI is not checked." >&2; fi
 

@@ -27,6 +27,7 @@ from service.api.access.trusted_hosts import (
     TrustedHosts,
 )
 from service.api.agents import route as agents
+from service.api.kserve import route as kserve
 from service.api.messages.problems import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
@@ -68,6 +69,7 @@ _ROUTE_MODULES = (
     models,
     status,
     agents,
+    kserve,
     docs,
     page,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -30,6 +31,8 @@ PROBLEM_MEDIA_TYPE = "application/problem+json"
 MAX_DETAIL_CHARS = 2000
 # Reason phrase of status 416, which determines its slug. Python's phrase depends on the version.
 RANGE_PHRASE = "Range Not Satisfiable"
+# Paths of the Open Inference Protocol, whose clients expect the message in the member `error`.
+INFERENCE_PATH = re.compile(r"/v2(/|$)")
 # Maximum length of a URL path that is quoted in `detail`.
 MAX_PATH_CHARS = 256
 
@@ -173,6 +176,8 @@ def build_problem_response(request: Request, status: int, slug: str, detail: str
     """Return the response with a problem document, and record the slug of the problem for the access log."""
     state = request.scope.setdefault("state", {})
     state["problem"] = slug
+    if INFERENCE_PATH.match(request.scope["path"]):
+        members["error"] = detail[:MAX_DETAIL_CHARS]
     request_id = state.get("request_id") or str(uuid.uuid4())
     return JSONResponse(
         build_problem_document(slug, status, detail, request_id) | members, status, media_type=PROBLEM_MEDIA_TYPE

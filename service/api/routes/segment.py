@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
-from service.api.http.waiting import run_while_connected
-from service.api.messages.results import RESULT_RESPONSES, ResultResponse
+from service.api.messages.results import RESULT_RESPONSES
 from service.api.requests.admission import (
     PREFER_HEADER,
     RESPOND_ASYNC,
     STACK_REQUEST,
     admit,
     prefers_async,
-    select_model,
 )
-from service.api.requests.body import receive_file
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.responses import build_stack_response
-from service.core.errors import Cancelled, NotReady
-from service.serving.runtime import Runtime
-from service.serving.segmentation import SegmentationTask
+from service.api.requests.responses import build_stack_response, segment_stack
 
 router = APIRouter(tags=["segmentation"])
 
@@ -46,20 +42,5 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
         response = await accept_job(request, runtime, async_jobs)
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
-    query, spec = await admit(request, runtime)
-    async with receive_file(request, query) as stack:
-        spec = spec or select_model(runtime, stack.request.query)
-        task = SegmentationTask(runtime, stack, spec, stack.stages)
-        result = await run_while_connected(request, _run_task(request, runtime, task))
-        result.resources.push_async_callback(stack.resources.pop_all().aclose)
-        return result
-
-
-async def _run_task(request: Request, runtime: Runtime, task: SegmentationTask) -> ResultResponse:
-    try:
-        stack_result = await task.run()
-    except Cancelled:
-        raise NotReady(
-            "The service stopped before the request was completed. Send the request again in a moment."
-        ) from None
-    return await build_stack_response(request, runtime, stack_result)
+    admission = await admit(request, runtime)
+    return await segment_stack(request, runtime, admission, partial(build_stack_response, request, runtime))

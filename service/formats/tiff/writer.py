@@ -1,13 +1,15 @@
-"""Write a segmentation as OME-TIFF."""
+"""Write segmentations as OME-TIFF, and stacks as uncompressed TIFF."""
 
 from __future__ import annotations
 
 import io
 import itertools
+import json
 import math
+import struct
 import uuid
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +39,8 @@ _MAX_THREADS = 8
 _TASK_BYTES = 2**20
 # Number of bytes that are read from a mapped array before its memory pages are released.
 _RELEASE_BYTES = 2**24
+# Types of the values of tags.
+_ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 
 
 class _FileLayout(NamedTuple):
@@ -98,6 +102,38 @@ def write_image(volume: Volume, path: Path) -> None:
 def write_uncompressed(pixels: Array, path: Path) -> None:
     """Write a stack [Z, Y, X] with up to 16 bits per pixel as an uncompressed ImageJ TIFF, as most microscopes do."""
     imwrite(path, pixels, imagej=True, metadata={"axes": "ZYX"})
+
+
+def make_uncompressed_header(shape: Sequence[int], dtype: np.dtype[Any], axes: str | None) -> bytes:
+    """Return the bytes before the pixels of an uncompressed BigTIFF with a single page, as tifffile writes it.
+
+    The pixels must follow in C order and little-endian byte order. If `axes` is None, the file does not name its axes.
+    """
+    names = {} if axes is None else {"axes": axes}
+    description = json.dumps({"shape": list(shape), **names, "truncated": True}).encode() + b"\0"
+    width, length = shape[-1], shape[-2]
+    tags = {  # tag: type, number of values, value
+        256: (_LONG, 1, width),
+        257: (_LONG, 1, length),
+        258: (_SHORT, 1, 8 * dtype.itemsize),
+        259: (_SHORT, 1, 1),  # no compression
+        262: (_SHORT, 1, 1),  # zero is black
+        270: (_ASCII, len(description), 0),
+        273: (_LONG8, 1, 0),
+        277: (_SHORT, 1, 1),  # samples per pixel
+        278: (_LONG, 1, length),  # rows per strip
+        279: (_LONG8, 1, width * length * dtype.itemsize),
+        339: (_SHORT, 1, {"u": 1, "i": 2, "f": 3}[dtype.kind]),
+    }
+    description_offset = 16 + 8 + 20 * len(tags) + 8
+    # Aligned for all dtypes, so that the pixels can be mapped.
+    pixels_offset = -(-(description_offset + len(description)) // 16) * 16
+    tags[270] = (_ASCII, len(description), description_offset)
+    tags[273] = (_LONG8, 1, pixels_offset)
+    header = struct.pack("<2sHHHQ", b"II", 43, 8, 0, 16)
+    directory = b"".join(struct.pack("<HHQQ", tag, *entry) for tag, entry in tags.items())
+    content = header + struct.pack("<Q", len(tags)) + directory + struct.pack("<Q", 0) + description
+    return content.ljust(pixels_offset, b"\0")
 
 
 def _write_segmentation(file: BinaryIO, segmentation: Segmentation, provenance: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pixels import noise
 
 from service.core.buffers import allocate_on_disk, release_pages
+from service.core.errors import AmbiguousAxes
 from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Segmentation, Selection
@@ -276,3 +277,28 @@ def test_tags_are_sorted_and_only_the_description_for_imagej_repeats_a_tag(tmp_p
             codes = [tag.code for tag in sorted(page.tags, key=lambda tag: tag.offset)]
             assert codes == sorted(codes)
             assert [code for code in set(codes) if codes.count(code) > 1] == ([270] if number == 0 else [])
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "float16", "float32", "int64", "float64"])
+@pytest.mark.parametrize(("shape", "axes"), [((7, 9), "YX"), ((5, 7, 9), "ZYX"), ((5, 2, 7, 9), "ZCYX")])
+def test_uncompressed_header_describes_the_pixels_after_it(
+    tmp_path: Path, dtype: str, shape: tuple[int, ...], axes: str
+) -> None:
+    pixels, path = noise(*shape, dtype=dtype), tmp_path / "stack.tif"
+    header = tiff_writer.make_uncompressed_header(shape, pixels.dtype, axes)
+    path.write_bytes(header + pixels.tobytes())
+
+    with tifffile.TiffFile(path) as file:
+        assert (file.series[0].axes, file.series[0].dataoffset) == (axes, len(header))
+        np.testing.assert_array_equal(file.asarray(), pixels)
+    assert len(header) % pixels.itemsize == 0
+    read = read_pixels(path)
+    np.testing.assert_array_equal(read.swapaxes(0, 1) if axes == "ZCYX" else read.reshape(shape), pixels)
+
+
+def test_axes_of_an_uncompressed_header_may_be_unknown(tmp_path: Path) -> None:
+    path, shape = tmp_path / "stack.tif", (4, 2, 3, 8, 8)
+    path.write_bytes(tiff_writer.make_uncompressed_header(shape, np.dtype("u1"), None) + bytes(1536))
+    with pytest.raises(AmbiguousAxes, match="4 x 2 x 3 x 8 x 8"):
+        read_pixels(path)
+    assert stack_reader.read(path, Selection(axes="ZCTYX", time=1), LIMIT).shape == (2, 4, 8, 8)
