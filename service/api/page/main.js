@@ -1,10 +1,10 @@
 /** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
-import { createBatch, openBatch } from "./batch/batch.js";
 import { createBatchList } from "./batch/batch_list.js";
 import { findBatch } from "./batch/batch_store.js";
 import { BatchView } from "./batch/batch_view.js";
 import { acceptDrops } from "./batch/collect_files.js";
+import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";

@@ -2,9 +2,9 @@
 
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
-import { closeBatch } from "./batch.js";
 import { deleteBatch, loadBatches } from "./batch_store.js";
 import { getPhase } from "./entries.js";
+import { closeBatch } from "./open_batches.js";
 
 /** @typedef {import("./batch_store.js").BatchRecord} BatchRecord */
 

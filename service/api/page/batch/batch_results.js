@@ -4,6 +4,7 @@ import { downloadBlob, element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { Problem, request } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { countAllCorrections } from "../volumes/correction_store.js";
 import { getPhase, getStem } from "./entries.js";
 import { ZipWriter } from "./zip_writer.js";
 
@@ -25,7 +26,7 @@ small { color: #54616a; display: block; max-width: 50em }
 export async function saveTable(batch, showProgress) {
   const { table, missing } = await collectTable(batch, showProgress);
   downloadBlob(table, `${batch.fileStem}_objects.csv`);
-  showProgress(describeSaved(`${batch.fileStem}_objects.csv`, missing));
+  showProgress(await describeSaved(batch, `${batch.fileStem}_objects.csv`, missing));
 }
 
 /** Save a report with a picture, the number of objects and the warnings of each stack. @param {Batch} batch @param {ShowProgress} showProgress */
@@ -50,13 +51,20 @@ export async function saveArchive(batch, showProgress) {
   await archive.add("report.html", createReport(batch));
   downloadBlob(archive.finish(), `${batch.fileStem}_labels.zip`);
   batch.dispatchEvent(new Event("change"));
-  showProgress(describeSaved(`${batch.fileStem}_labels.zip`, missing));
+  showProgress(await describeSaved(batch, `${batch.fileStem}_labels.zip`, missing));
 }
 
-/** @param {string} name @param {string[]} missing paths of the stacks without a result */
-function describeSaved(name, missing) {
-  if (missing.length === 0) return `Saved ${name}`;
-  return `Saved ${name} without ${formatCount(missing.length, "result")} that the service no longer stores: ${missing.join(", ")}`;
+/** Describe a saved file, and name the stacks for which it lacks the results or the corrections. @param {Batch} batch @param {string} name @param {string[]} missing paths of the stacks whose result is no longer stored */
+async function describeSaved(batch, name, missing) {
+  const correctedJobs = new Set([...(await countAllCorrections()).keys()].map((key) => key.split("@")[0]));
+  const corrected = listDone(batch).filter(({ job }) => correctedJobs.has(job));
+  const sentences = [`Saved ${name}.`];
+  if (missing.length > 0) sentences.push(`The service no longer stores the results of ${missing.join(", ")}.`);
+  if (corrected.length > 0) {
+    const paths = corrected.map(({ path }) => path).join(", ");
+    sentences.push(`The file does not contain the corrections that this browser stores for ${paths}.`);
+  }
+  return sentences.join(" ");
 }
 
 /** @param {Batch} batch @returns {Entry[]} */

@@ -143,3 +143,9 @@ export function getStem(path) {
     "",
   );
 }
+
+/** @param {string[]} paths @returns {string} name of the folder that contains all files, "" if there is none */
+export function getFolder(paths) {
+  const folders = new Set(paths.map((path) => (path.includes("/") ? path.split("/")[0] : "")));
+  return folders.size === 1 ? [...folders][0] : "";
+}

@@ -2,7 +2,10 @@
 
 import { button, element, redraw } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
-import { toPageTerms } from "../core/terminology.js";
+import { showError } from "../core/notices.js";
+import { requestJson } from "../core/requests.js";
+import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
 import { getPhase } from "./entries.js";
 
@@ -61,6 +64,8 @@ export class EntryRow {
     this.root = element("li", {}, this.pictureCell, this.textCell, this.stateCell, this.buttonCell);
     /** What each part shows, as JSON. @type {Map<HTMLElement, string>} */
     this.shownContents = new Map();
+    /** A newer job for the stack, submitted while the stack was open in the viewer. */
+    this.newerJob = findNewerJob(entry);
     this.update();
   }
 
@@ -109,7 +114,7 @@ export class EntryRow {
       inspection
         ? element("p", { class: "muted small" }, ...describeFile(inspection.file))
         : element("p", { class: "muted small" }, formatBytes(bytes)),
-      Object.keys(parameters).length > 0 && element("p", { class: "small" }, "Has its own settings"),
+      Object.keys(parameters).length > 0 && element("p", { class: "small" }, describeOwnSettings(parameters)),
       notes.length > 0 &&
         element(
           "details",
@@ -122,8 +127,10 @@ export class EntryRow {
 
   /** @param {Phase} phase @param {boolean} isStale @returns {Child[]} */
   #createState(phase, isStale) {
+    const newerText =
+      phase === "done" && this.newerJob && this.newerJob.job !== this.entry.job && this.#createNewerText();
     const staleText = isStale && element("p", { class: "small stale-text" }, "Made with other settings");
-    if (phase === "done") return [...this.#createResult(), staleText];
+    if (phase === "done") return [...this.#createResult(), staleText, newerText];
     const isWarning = WARNING_PHASES.includes(phase);
     return [
       element("strong", { class: isWarning ? "warning-text" : "" }, PHASE_TITLES[phase]),
@@ -132,6 +139,25 @@ export class EntryRow {
       this.progressText,
       staleText,
     ];
+  }
+
+  #createNewerText() {
+    const { batch, entry, newerJob } = this;
+    const adoptNewerJob = async () => {
+      try {
+        batch.adopt(entry, await requestJson(`jobs/${newerJob?.job}`));
+      } catch (error) {
+        showError(error);
+      }
+    };
+    const node = button("Use it here", adoptNewerJob, "link");
+    node.ariaLabel = `Use the newer result: ${entry.path}`;
+    return element(
+      "p",
+      { class: "small" },
+      `A newer result has ${formatCount(newerJob?.objects ?? 0, "object")}. `,
+      node,
+    );
   }
 
   /** @returns {Child[]} */
@@ -190,6 +216,15 @@ export class EntryRow {
   }
 }
 
+/** @param {Entry} entry @returns {import("../stack/recent_jobs.js").RecentJob | null} the newest job for the stack, if it is newer than the job of the entry */
+function findNewerJob({ stack, job, report }) {
+  if (stack === "" || report === null) return null;
+  const newerJobs = loadRecentJobs().filter(
+    (recentJob) => recentJob.stack === stack && recentJob.job !== job && recentJob.objects !== null,
+  );
+  return newerJobs.find(({ created }) => Date.parse(created) > Date.parse(report.created)) ?? null;
+}
+
 /** Describe the size, voxel size, axes and data type of a stack. @param {import("openapi").Description} file @returns {Child[]} */
 function describeFile(file) {
   const [, z, y, x] = file.shape;
@@ -207,6 +242,14 @@ function describeFile(file) {
     file.dtype,
   ].filter((text) => text !== false);
   return texts.flatMap((text, index) => (index > 0 ? [" · ", text] : [text]));
+}
+
+/** @param {import("./entries.js").Parameters} parameters @returns {string} */
+function describeOwnSettings(parameters) {
+  const texts = Object.entries(parameters).map(([name, value]) =>
+    value ? describeSetting(name, value) : `${describeSetting(name, "")}: default`,
+  );
+  return `Own settings: ${texts.join(", ")}`;
 }
 
 /** Describe the progress that the service or the browser reports. @param {Entry} entry @param {Phase} phase @returns {{text: string, fraction: number | null}} */
