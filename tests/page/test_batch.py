@@ -6,7 +6,6 @@ import csv
 import io
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tifffile
@@ -14,7 +13,7 @@ from browsing import TIMEOUT_SECONDS, OpenPage, check_accessibility
 from fakes import wait_until
 from live import STACK, LiveServer, as_tiff
 from paths import ROOT
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 # Drops files on the page. Each file has a name and its content in hexadecimal digits.
 DROP = """files => {
@@ -72,7 +71,7 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     expect(find_row(page, "no voxel size.tif")).to_contain_text("voxel size unknown")
     expect(page.locator(".batch-picture img")).to_have_count(4)
     check_accessibility(page)
-    page.get_by_role("button", name="Settings: embryos/unnamed axis.tif").click()
+    page.get_by_role("button", name="Settings: unnamed axis.tif").click()
     page.get_by_role("button", name="CZYX", exact=True).click()
     expect(page.locator("dialog .previews canvas")).to_have_count(2)
     check_accessibility(page)
@@ -101,18 +100,17 @@ def check_files(page: Page, nuclei: LiveServer, contents: dict[str, bytes]) -> N
         assert archive.testzip() is None
         names = archive.namelist()
         assert len(names) == 7
-        labels = tifffile.imread(io.BytesIO(archive.read("labels/embryos/day 2/b_labels.ome.tif")))
+        labels = tifffile.imread(io.BytesIO(archive.read("labels/day 2/b_labels.ome.tif")))
         table = list(csv.DictReader(io.StringIO(archive.read("objects.csv").decode())))
         report = archive.read("report.html").decode()
     response = nuclei.segment(contents["day 2/b.tif"])
     assert np.array_equal(labels, tifffile.imread(io.BytesIO(response.content)))
-    rows = [row for row in table if row["stack"] == "embryos/day 2/b.tif"]
+    rows = [row for row in table if row["stack"] == "day 2/b.tif"]
     assert [int(row["label"]) for row in rows] == list(range(1, int(labels.max()) + 1))
     assert [int(row["num_pixels"]) for row in rows] == np.bincount(labels.ravel())[1:].tolist()
     assert {row["unit"] for row in table} == {"um"}
-    assert {row["stack"] for row in table} == {
-        f"embryos/{name}" for name in ("a.tif", "day 2/b.tif", "no voxel size.tif", "channels.tif", "unnamed axis.tif")
-    }
+    stacks = {"a.tif", "day 2/b.tif", "no voxel size.tif", "channels.tif", "unnamed axis.tif"}
+    assert {row["stack"] for row in table} == stacks
     # Stacks with one channel and with several channels have different columns.
     assert [row["intensity_mean"] == "" for row in table] == [row["intensity_mean-1"] != "" for row in table]
     assert "5 of 7 stacks" in report
@@ -148,6 +146,7 @@ def test_stacks_are_cancelled_and_tried_again_without_the_others(fake: LiveServe
 
     page.context.set_offline(True)
     expect(page.locator(".batch-connection")).to_contain_text("The service does not respond", timeout=5000)
+    expect(find_row(page, "1.tif")).to_contain_text("before the connection was lost")
     page.get_by_role("button", name="Cancel: 1.tif", exact=True).click()
     expect(find_row(page, "1.tif")).to_have_attribute("data-phase", "cancelling")
     page.context.set_offline(False)
@@ -173,8 +172,12 @@ def test_stacks_are_cancelled_and_tried_again_without_the_others(fake: LiveServe
 
 def test_reloaded_batch_continues_with_files_that_are_chosen_again(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
-    held: list[Any] = []
-    page.route("**/stacks", held.append)
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/stacks", hold)
     drop(page, {"a.tif": STACK, "b.tif": STACK, "c.tif": STACK})
     wait_until_held(page, held)
     held[0].continue_()
@@ -199,6 +202,6 @@ def test_reloaded_batch_continues_with_files_that_are_chosen_again(fake: LiveSer
     expect(find_row(page, "a.tif")).to_have_attribute("data-phase", "done")
 
 
-def wait_until_held(page: Page, routes: list[Any]) -> None:
+def wait_until_held(page: Page, routes: list[Route]) -> None:
     while not routes:
         page.wait_for_timeout(20)

@@ -2,7 +2,7 @@
 
 import { Problem } from "../core/requests.js";
 import { saveBatch } from "./batch_store.js";
-import { createEntry, getFileName, getFolder, getPhase, getRequestParameters, isPending, makeKey } from "./entries.js";
+import { createEntry, getFileName, getPhase, getRequestParameters, isPending, makeKey } from "./entries.js";
 import { JobWatcher } from "./job_watcher.js";
 import { Lane } from "./lane.js";
 import { inspectStack, submitJob, updateThumbnail, uploadFiles } from "./stack_tasks.js";
@@ -21,10 +21,12 @@ const SAVE_DELAY_MILLISECONDS = 300;
 /** Batch that dispatches `change` after its entries or the connection to the service have changed. */
 export class Batch extends EventTarget {
   /** @param {import("./batch_store.js").BatchRecord} record @param {Map<number, string>} [thumbnails] data URLs by index */
-  constructor({ id, name, created, parameters, shared, entries }, thumbnails = new Map()) {
+  constructor({ id, name, folder, created, parameters, shared, entries }, thumbnails = new Map()) {
     super();
     this.id = id;
     this.name = name;
+    /** Folder that contains all files, "" if there is none. The paths of the entries are relative to this folder. */
+    this.folder = folder;
     this.created = created;
     this.parameters = parameters;
     this.shared = shared;
@@ -64,8 +66,7 @@ export class Batch extends EventTarget {
 
   /** Name of the files with the results, without suffix. */
   get fileStem() {
-    const folder = getFolder(this.entries.map(({ path }) => path));
-    return folder.replaceAll(/[^\p{L}\p{N}._-]+/gu, "_") || `batch_${this.created.slice(0, 10)}`;
+    return this.folder.replaceAll(/[^\p{L}\p{N}._-]+/gu, "_") || `batch_${this.created.slice(0, 10)}`;
   }
 
   /** Return the key of the request with which a stack would be segmented now. @param {Entry} entry */
@@ -171,9 +172,11 @@ export class Batch extends EventTarget {
     }
   }
 
-  /** Add files that were chosen again after a reload of the page. Other files become new entries. @param {import("./collect_files.js").FoundFile[]} found */
+  /** Add files as new entries, except files that were chosen again after a reload of the page. @param {import("./collect_files.js").FoundFile[]} found */
   addFiles(found) {
-    for (const file of found) {
+    const prefix = `${this.folder}/`;
+    for (const { path, ...content } of found) {
+      const file = { ...content, path: this.folder && path.startsWith(prefix) ? path.slice(prefix.length) : path };
       const bytes = file.parts.reduce((sum, part) => sum + part.file.size, 0);
       const match =
         this.entries.find((entry) => entry.path === file.path && entry.bytes === bytes) ??
@@ -194,8 +197,8 @@ export class Batch extends EventTarget {
   /** Save the batch in this browser. */
   save() {
     const entries = this.entries.map(({ parts, upload, isBusy, thumbnail, ...stored }) => stored);
-    const { id, name, created, parameters, shared } = this;
-    return saveBatch({ id, name, created, parameters, shared, entries });
+    const { id, name, folder, created, parameters, shared } = this;
+    return saveBatch({ id, name, folder, created, parameters, shared, entries });
   }
 
   #continue() {

@@ -6,6 +6,7 @@
  * @typedef {object} BatchRecord
  * @property {string} id
  * @property {string} name
+ * @property {string} folder that contains all files, "" if there is none
  * @property {string} created ISO 8601
  * @property {Record<string, string>} parameters of all stacks: model and options
  * @property {import("./entries.js").SharedMetadata} shared

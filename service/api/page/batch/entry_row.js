@@ -45,8 +45,13 @@ const CANCELLABLE_PHASES = [
   "inspecting",
   "requested",
 ];
+/** Phases that the service reports, and that can change without a request from this page. */
+const SERVICE_PHASES = ["waiting", "loading", "running"];
 const RETRYABLE_PHASES = ["problem", "failed", "cancelled", "expired", "gone"];
 const WARNING_PHASES = ["problem", "failed", "gone", "expired", "missing", "question"];
+
+/** Progress while the service does not respond. */
+const DISCONNECTED_PROGRESS = { text: "", fraction: null };
 
 /** A list item whose parts are redrawn only if they have changed, so that open details and the focus are kept. */
 export class EntryRow {
@@ -62,7 +67,7 @@ export class EntryRow {
     this.stateCell = element("div", { class: "batch-state" });
     this.buttonCell = element("div", { class: "batch-buttons" });
     this.root = element("li", {}, this.pictureCell, this.textCell, this.stateCell, this.buttonCell);
-    /** What each part shows, as JSON. @type {Map<HTMLElement, string>} */
+    /** What each part depends on. @type {Map<HTMLElement, unknown[]>} */
     this.shownContents = new Map();
     /** A newer job for the stack, submitted while the stack was open in the viewer. */
     this.newerJob = findNewerJob(entry);
@@ -72,28 +77,28 @@ export class EntryRow {
   update() {
     const { entry, batch } = this;
     const phase = getPhase(entry);
-    const { thumbnail, inspection, parameters, report, problem } = entry;
-    this.root.dataset.phase = phase;
-    this.#redraw(this.pictureCell, thumbnail, () => [this.#createPicture()]);
-    this.#redraw(this.textCell, [inspection, parameters], () => this.#createTexts());
+    const { thumbnail, inspection, inspectedKey, parameters, problem, job, report } = entry;
     const isStale = batch.isStale(entry);
-    const state = [
-      phase,
-      problem,
-      isStale,
-      phase === "done" || phase === "failed" ? report : null,
-      inspection?.problem,
-    ];
-    this.#redraw(this.stateCell, state, () => this.#createState(phase, isStale));
+    // The state is the last known one.
+    const isUnknown = !batch.isConnected && SERVICE_PHASES.includes(phase);
+    this.root.dataset.phase = phase;
+    this.#redraw(this.pictureCell, [thumbnail], () => [this.#createPicture()]);
+    this.#redraw(this.textCell, [inspection !== null, inspectedKey, JSON.stringify(parameters)], () =>
+      this.#createTexts(),
+    );
+    const reason = problem?.message ?? inspection?.problem;
+    this.#redraw(this.stateCell, [phase, job, report?.objects, isStale, isUnknown, reason], () =>
+      this.#createState(phase, isStale, isUnknown),
+    );
     this.#redraw(this.buttonCell, [phase, entry.stack, entry.parts.length], () => this.#createButtons(phase));
     this.#updateProgress(phase);
   }
 
-  /** @param {HTMLElement} cell @param {unknown} content that the cell shows @param {() => Child[]} create */
+  /** @param {HTMLElement} cell @param {unknown[]} content that the cell depends on @param {() => Child[]} create */
   #redraw(cell, content, create) {
-    const json = JSON.stringify(content);
-    if (this.shownContents.get(cell) === json) return;
-    this.shownContents.set(cell, json);
+    const shownContent = this.shownContents.get(cell);
+    if (shownContent && content.every((value, index) => value === shownContent[index])) return;
+    this.shownContents.set(cell, content);
     redraw(cell, create);
   }
 
@@ -125,8 +130,8 @@ export class EntryRow {
     ];
   }
 
-  /** @param {Phase} phase @param {boolean} isStale @returns {Child[]} */
-  #createState(phase, isStale) {
+  /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @returns {Child[]} */
+  #createState(phase, isStale, isUnknown) {
     const newerText =
       phase === "done" && this.newerJob && this.newerJob.job !== this.entry.job && this.#createNewerText();
     const staleText = isStale && element("p", { class: "small stale-text" }, "Made with other settings");
@@ -134,6 +139,7 @@ export class EntryRow {
     const isWarning = WARNING_PHASES.includes(phase);
     return [
       element("strong", { class: isWarning ? "warning-text" : "" }, PHASE_TITLES[phase]),
+      isUnknown && element("p", { class: "muted small" }, "before the connection was lost"),
       isWarning && element("p", { class: "small" }, describeMissingResult(this.entry)),
       this.progressBar,
       this.progressText,
@@ -207,8 +213,8 @@ export class EntryRow {
 
   /** @param {Phase} phase */
   #updateProgress(phase) {
-    const { entry, progressBar, progressText } = this;
-    const { text, fraction } = describeProgress(entry, phase);
+    const { batch, entry, progressBar, progressText } = this;
+    const { text, fraction } = batch.isConnected ? describeProgress(entry, phase) : DISCONNECTED_PROGRESS;
     progressBar.hidden = fraction === null;
     if (fraction === null) progressBar.removeAttribute("value");
     else progressBar.value = fraction;

@@ -2,26 +2,28 @@
 
 import { Batch } from "./batch.js";
 import { deleteOldBatches, loadBatch, loadThumbnails } from "./batch_store.js";
-import { createEntry, getFileName, getFolder } from "./entries.js";
+import { getFileName, getFolder } from "./entries.js";
 
 /** The batches by id. @type {Map<string, Batch>} */
 const openBatches = new Map();
 
-/** Create a batch of the given files. @param {import("./collect_files.js").FoundFile[]} found @param {string} model @returns {Batch} */
+/** Create a batch of the given files. If they are in one folder, the batch has the name of the folder. @param {import("./collect_files.js").FoundFile[]} found @param {string} model @returns {Batch} */
 export function createBatch(found, model) {
+  const folder = getFolder(found.map(({ path }) => path));
   const stacks = found.filter(({ skipReason }) => skipReason === "");
   const [first] = stacks.length > 0 ? stacks : found;
   const otherCount = Math.max(stacks.length - 1, 0);
   const name = otherCount > 0 ? `${getFileName(first.path)} and ${otherCount} more` : getFileName(first.path);
-  const created = new Date().toISOString();
   const batch = new Batch({
     id: crypto.getRandomValues(new Uint32Array(3)).join("-"),
-    name: getFolder(found.map(({ path }) => path)) || name,
-    created,
+    name: folder || name,
+    folder,
+    created: new Date().toISOString(),
     parameters: { model },
     shared: { channel: "", time: "", link: "", voxel_size: "" },
-    entries: found.map((file, index) => createEntry(index, file)),
+    entries: [],
   });
+  batch.addFiles(found);
   openBatches.set(batch.id, batch);
   batch.save();
   deleteOldBatches();
