@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import tifffile
 from browsing import TIMEOUT_SECONDS, OpenPage, check_accessibility
-from fakes import wait_until
-from live import STACK, LiveServer, as_tiff
+from fakes import FakeSegmenter, wait_until
+from live import STACK, LiveServer, as_tiff, eager_settings, serve
 from paths import ROOT
 from playwright.sync_api import Locator, Page, Route, expect
 
@@ -205,3 +205,38 @@ def test_reloaded_batch_continues_with_files_that_are_chosen_again(fake: LiveSer
 def wait_until_held(page: Page, routes: list[Route]) -> None:
     while not routes:
         page.wait_for_timeout(20)
+
+
+def test_folder_on_the_server_is_segmented_without_an_upload(
+    bands_repository: Path, tmp_path: Path, open_page: OpenPage
+) -> None:
+    for name in ("a.tif", "b.tif"):
+        (tmp_path / "scans" / "day 1").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "scans" / "day 1" / name).write_bytes(STACK)
+    (tmp_path / "scans" / "day 1" / "truncated.tif").write_bytes(STACK[:100])
+    (tmp_path / "results").mkdir()
+    references = {
+        "inputs": {"scans": {"folder": tmp_path / "scans"}},
+        "outputs": {"results": {"folder": tmp_path / "results"}},
+    }
+    settings = eager_settings(bands_repository, models={"load": "all"}, references=references)
+    with serve(settings, load=FakeSegmenter) as live:  # type: ignore[arg-type]
+        page = open_page(live)
+        page.get_by_role("button", name="Folder on the server").click()
+        segment = page.get_by_role("button", name="Segment the folder")
+        expect(segment).to_be_disabled()
+        page.get_by_label("Folder with the stacks: path").fill("day 2")
+        page.get_by_label("Folder for the results: path").fill("day 1")
+        segment.click()
+        expect(page.get_by_role("alert").first).to_contain_text("day 2 does not exist")
+        page.get_by_label("Folder with the stacks: path").fill("day 1")
+        check_accessibility(page)
+        segment.click()
+        expect(page.get_by_role("status").first).to_have_text("Done · scans/day 1/ · 2 of 3 stacks segmented")
+        expect(page.locator("tbody tr")).to_have_count(3)
+        expect(page.locator("tbody tr").filter(has_text="truncated.tif")).to_contain_text("truncated or damaged")
+        check_accessibility(page)
+        page.get_by_role("button", name="New stack").click()
+        page.locator(".recent-job").click()
+        expect(page.locator("tbody tr")).to_have_count(3)
+    assert (tmp_path / "results" / "day 1" / "report.html").is_file()

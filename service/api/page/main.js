@@ -4,6 +4,7 @@ import { createBatchList } from "./batch/batch_list.js";
 import { findBatch } from "./batch/batch_store.js";
 import { BatchView } from "./batch/batch_view.js";
 import { acceptDrops } from "./batch/collect_files.js";
+import { isFolderJob, showFolderForm, showFolderJob } from "./batch/host_folder_view.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
@@ -36,6 +37,8 @@ const service = {
     training: false,
     training_problem: null,
     training_minutes: 0,
+    inputs: [],
+    outputs: [],
   },
 };
 /** @type {Session | null} */
@@ -95,7 +98,13 @@ async function openSample() {
 
 function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
-  drawStartView(byId("start"), { openFiles, openSample, openJob: (id) => (location.hash = `job=${id}`) });
+  const { inputs, outputs } = service.capabilities;
+  drawStartView(byId("start"), {
+    openFiles,
+    openSample,
+    openJob: (id) => (location.hash = `job=${id}`),
+    openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
+  });
   showBatches().catch(showError);
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
@@ -140,6 +149,7 @@ async function openStack(id, model) {
 async function openJob(id) {
   /** @type {Job} */
   const job = await requestJson(`jobs/${id}`);
+  if (isFolderJob(job)) return location.replace(`#folder=${id}`);
   const { stack: stackId, measurements: _, ...parameters } = job.parameters;
   const stack = typeof stackId === "string" ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   if (session === null || stack === null || session.stackId !== stack.id) {
@@ -170,6 +180,20 @@ async function openBatchView(id, signal) {
   const openEntry = (/** @type {import("./batch/entries.js").Entry} */ { job, stack, report }) =>
     (location.hash = report?.state === "done" ? `job=${job}` : `stack=${stack}`);
   new BatchView(byId("batch"), batch, service, openEntry, signal);
+}
+
+/** Open a job on a folder on the host, or the form for a new one. @param {string} id "new" for the form @param {AbortSignal} signal */
+async function openServerFolder(id, signal) {
+  if (id === "new") {
+    showView("batch", "Folder on the server");
+    showFolderForm(byId("batch"), service, (job) => (location.hash = `folder=${job}`));
+    return;
+  }
+  /** @type {Job} */
+  const job = await requestJson(`jobs/${id}`);
+  showView("batch", String(job.parameters.input));
+  rememberJob({ job: id, name: String(job.parameters.input), model: job.model, created: job.created });
+  showFolderJob(byId("batch"), id, signal);
 }
 
 /** Offer to go back to the batch of the displayed stack or job. @param {string} stack id @param {string} job id */
@@ -226,6 +250,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "status") return openStatus(signal);
   if (kind === "compare" && id) return openComparison(id.split(",").map(encodeURIComponent), signal);
   if (kind === "batch" && id) return openBatchView(id, signal);
+  if (kind === "folder" && id) return openServerFolder(encodedId, signal);
   if (kind === "job" && id) return openJob(encodedId);
   if (kind === "stack" && id) return openStack(encodedId, model);
   if (kind === "training" && id) return openTrainingRun(encodedId, signal);

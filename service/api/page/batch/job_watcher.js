@@ -16,7 +16,7 @@ const MAX_LISTED_JOBS = 1000;
 
 /** Polls the unfinished jobs of a batch with one request for all, and sends cancellations until the service confirms them. */
 export class JobWatcher {
-  /** @param {import("./batch.js").Batch} batch @param {(error: unknown) => void} onoutcome called with null after each poll, or with the error with which it failed */
+  /** @param {{entries: Entry[], batchAbort: AbortController}} batch @param {(error: unknown) => void} onoutcome called with null after each poll, or with the error with which it failed */
   constructor(batch, onoutcome) {
     this.batch = batch;
     this.onoutcome = onoutcome;

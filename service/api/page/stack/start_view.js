@@ -9,7 +9,7 @@ import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js
 /**
  * Draw the start screen.
  * @param {HTMLElement} root
- * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void}} actions
+ * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, openServerFolder: (() => void) | null}} actions openServerFolder: null if there are no folders on the server that the user may use
  */
 export function drawStartView(root, actions) {
   const fileInput = element("input", {
@@ -48,6 +48,7 @@ export function drawStartView(root, actions) {
       { class: "row" },
       button("Choose files", () => fileInput.click(), "primary"),
       button("Choose a folder", () => folderInput.click(), "secondary"),
+      actions.openServerFolder && button("Folder on the server", actions.openServerFolder, "secondary"),
       button("Try the sample", actions.openSample, "secondary"),
     ),
     fileInput,
