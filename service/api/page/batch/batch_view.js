@@ -9,6 +9,7 @@ import { selectChosenFiles } from "./collect_files.js";
 import { getPhase, isPending } from "./entries.js";
 import { openEntryDialog } from "./entry_dialog.js";
 import { EntryRow } from "./entry_row.js";
+import { CONNECTION_LOST } from "./job_watcher.js";
 import { SharedMetadataControls } from "./shared_metadata.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
@@ -139,10 +140,9 @@ export class BatchView {
         this.list.append(newRow.root);
       }
     }
+    const connectionText = batch.isConnected ? "" : CONNECTION_LOST;
+    if (this.connectionText.textContent !== connectionText) this.connectionText.textContent = connectionText;
     this.connectionText.hidden = batch.isConnected;
-    const text = "The service does not respond. This page keeps trying, and continues when the service responds.";
-    if (this.connectionText.hidden) this.connectionText.textContent = "";
-    else if (this.connectionText.textContent !== text) this.connectionText.textContent = text;
     this.sharedControls.update();
     this.#updateSummary();
     this.#updateSkipped();

@@ -14,6 +14,10 @@ const TIMEOUT_MILLISECONDS = 5000;
 const MARGIN_JOBS = 50;
 const MAX_LISTED_JOBS = 1000;
 
+/** Message while the service does not respond. */
+export const CONNECTION_LOST =
+  "The service does not respond. This page keeps trying, and continues when the service responds.";
+
 /** Polls the unfinished jobs of a batch with one request for all, and sends cancellations until the service confirms them. */
 export class JobWatcher {
   /** @param {{entries: Entry[], batchAbort: AbortController}} batch @param {(error: unknown) => void} onoutcome called with null after each poll, or with the error with which it failed */
