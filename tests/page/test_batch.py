@@ -196,10 +196,17 @@ def test_reloaded_batch_continues_with_files_that_are_chosen_again(fake: LiveSer
     assert sorted(job["name"] for job in jobs) == ["a.tif", "b.tif", "c.tif", "d.tif"]
     for job in jobs:
         fake.client.delete(f"/jobs/{job['id']}")
+        if job["name"] == "b.tif":
+            fake.client.delete(f"/stacks/{job['parameters']['stack']}")
     page.reload()
     expect(page.locator("li[data-phase=gone]")).to_have_count(4)
-    page.get_by_role("button", name="Try again: a.tif").click()
+    for name in ("a.tif", "b.tif"):
+        page.get_by_role("button", name=f"Try again: {name}").click()
     expect(find_row(page, "a.tif")).to_have_attribute("data-phase", "done")
+    expect(find_row(page, "b.tif")).to_have_attribute("data-phase", "missing")
+    file = {"name": "b.tif", "mimeType": "image/tiff", "buffer": STACK}
+    page.get_by_label("More files for this batch").set_input_files([file])  # type: ignore[list-item]
+    expect(find_row(page, "b.tif")).to_have_attribute("data-phase", "done")
 
 
 def wait_until_held(page: Page, routes: list[Route]) -> None:
