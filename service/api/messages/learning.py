@@ -130,13 +130,14 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """Permissions and limits of the caller for annotated stacks and training runs.
+    """Permissions and limits of the caller for annotated stacks, training runs and folders on the host.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
     - `training`: whether the caller may train models.
     - `training_problem`: why the caller may not train models; null if the caller may train models.
     - `training_minutes`: maximum duration of a training run, in minutes.
+    - `inputs`, `outputs`: names of the folders on the host that the caller may read, and in which it may store results.
     """
 
     corrections: bool
@@ -144,6 +145,8 @@ class CallerLimits(BaseModel):
     training: bool
     training_problem: str | None
     training_minutes: float
+    inputs: list[str]
+    outputs: list[str]
 
 
 class TrainingRequest(BaseModel):

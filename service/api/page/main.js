@@ -1,5 +1,12 @@
 /** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
+import { createBatchList } from "./batch/batch_list.js";
+import { findBatch } from "./batch/batch_store.js";
+import { BatchView } from "./batch/batch_view.js";
+import { acceptDrops } from "./batch/collect_files.js";
+import { showFolderForm } from "./batch/folder_form.js";
+import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
+import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { button, byId, element } from "./core/elements.js";
 import { formatBytes } from "./core/format.js";
@@ -31,15 +38,18 @@ const service = {
     training: false,
     training_problem: null,
     training_minutes: 0,
+    inputs: [],
+    outputs: [],
   },
 };
 /** @type {Session | null} */
 let session = null;
 
-/** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare"} id @param {string} title */
+/** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare" | "batch"} id @param {string} title */
 function showView(id, title) {
-  for (const view of ["start", "work", "status", "training", "compare"]) byId(view).hidden = view !== id;
+  for (const view of ["start", "work", "status", "training", "compare", "batch"]) byId(view).hidden = view !== id;
   byId("new-stack").hidden = id === "start";
+  byId("to-batch").hidden = true;
   byId("title").textContent = title;
   document.body.classList.remove("busy");
   hideError();
@@ -67,6 +77,17 @@ async function openFile(file, name) {
   }
 }
 
+/** Open a stack, or a batch of several files or of a folder. @param {import("./batch/collect_files.js").Selection} selection */
+async function openFiles({ files, isFolder, list }) {
+  if (files.length === 1 && !isFolder) return openFile(files[0], files[0].name);
+  try {
+    const found = await list();
+    if (found.length > 0) location.hash = `batch=${createBatch(found, service.defaultModel ?? "").id}`;
+  } catch (error) {
+    showError(error);
+  }
+}
+
 async function openSample() {
   try {
     const sample = await request(`models/${service.defaultModel}/sample`);
@@ -78,8 +99,21 @@ async function openSample() {
 
 function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
-  drawStartView(byId("start"), { openFile, openSample, openJob: (id) => (location.hash = `job=${id}`) });
+  const { inputs, outputs } = service.capabilities;
+  drawStartView(byId("start"), {
+    openFiles,
+    openSample,
+    openJob: (id) => (location.hash = `job=${id}`),
+    openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
+  });
+  showBatches().catch(showError);
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
+}
+
+/** List the batches on the start screen. */
+async function showBatches() {
+  const list = await createBatchList(showStartView);
+  if (list && !byId("start").hidden) byId("start").children[0]?.after(list);
 }
 
 /** List the annotated stacks and the training runs on the start screen. */
@@ -106,6 +140,7 @@ function openSession(stack) {
 async function openStack(id, model) {
   const stack = await requestJson(`stacks/${id}`);
   session = openSession({ id, name: stack.name, bytes: stack.bytes });
+  showBatchLink(id, "").catch(showError);
   if (model) session.settings.restore({ model });
   byId("side").replaceChildren(createChecklist());
   await session.inspect();
@@ -115,6 +150,7 @@ async function openStack(id, model) {
 async function openJob(id) {
   /** @type {Job} */
   const job = await requestJson(`jobs/${id}`);
+  if (isFolderJob(job)) return location.replace(`#folder=${id}`);
   const { stack: stackId, measurements: _, ...parameters } = job.parameters;
   const stack = typeof stackId === "string" ? await requestJson(`stacks/${stackId}`).catch(() => null) : null;
   if (session === null || stack === null || session.stackId !== stack.id) {
@@ -122,11 +158,51 @@ async function openJob(id) {
     session = openSession({ id: stack?.id ?? "", name: job.name, bytes: stack?.bytes ?? 0 });
   } else showView("work", session.name);
   const openedSession = session;
+  showBatchLink(openedSession.stackId, id).catch(showError);
   const parameterStrings = Object.fromEntries(Object.entries(parameters).map(([name, value]) => [name, String(value)]));
   openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
   rememberJob({ job: id, stack: openedSession.stackId, name: job.name, model: job.model, created: job.created });
   const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
   await Promise.all([inspection, openedSession.followJob(id)]);
+}
+
+/** @param {string} id @param {AbortSignal} signal */
+async function openBatchView(id, signal) {
+  const batch = await openBatch(id);
+  if (batch === null) {
+    history.replaceState(null, "", "#");
+    showStartView();
+    throw new Error("This browser does not store this batch. Open the batch in the browser in which you created it.");
+  }
+  showView("batch", batch.name);
+  acceptDrops(byId("batch"), ({ list }) => list().then((found) => batch.addFiles(found), showError));
+  // The controls of an earlier stack have the same ids as those of the settings of a file.
+  byId("settings").replaceChildren();
+  const openEntry = (/** @type {import("./batch/entries.js").Entry} */ { job, stack, report }) =>
+    (location.hash = report?.state === "done" ? `job=${job}` : `stack=${stack}`);
+  new BatchView(byId("batch"), batch, service, openEntry, signal);
+}
+
+/** Open a job on a folder on the host, or the form for a new one. @param {string} id "new" for the form @param {AbortSignal} signal */
+async function openServerFolder(id, signal) {
+  if (id === "new") {
+    showView("batch", "Folder on the server");
+    showFolderForm(byId("batch"), service, (job) => (location.hash = `folder=${job}`));
+    return;
+  }
+  /** @type {Job} */
+  const job = await requestJson(`jobs/${id}`);
+  showView("batch", String(job.parameters.input));
+  rememberJob({ job: id, name: String(job.parameters.input), model: job.model, created: job.created });
+  showFolderJob(byId("batch"), id, signal);
+}
+
+/** Offer to go back to the batch of the displayed stack or job. @param {string} stack id @param {string} job id */
+async function showBatchLink(stack, job) {
+  const batch = await findBatch(stack, job);
+  if (batch === undefined || byId("work").hidden) return;
+  byId("to-batch").setAttribute("href", `#batch=${batch.id}`);
+  byId("to-batch").hidden = false;
 }
 
 /** @param {string} id @param {AbortSignal} signal */
@@ -174,6 +250,8 @@ async function openView(kind, id, model, signal) {
   const encodedId = encodeURIComponent(id);
   if (kind === "status") return openStatus(signal);
   if (kind === "compare" && id) return openComparison(id.split(",").map(encodeURIComponent), signal);
+  if (kind === "batch" && id) return openBatchView(id, signal);
+  if (kind === "folder" && id) return openServerFolder(encodedId, signal);
   if (kind === "job" && id) return openJob(encodedId);
   if (kind === "stack" && id) return openStack(encodedId, model);
   if (kind === "training" && id) return openTrainingRun(encodedId, signal);
@@ -186,6 +264,7 @@ async function route() {
   const [kind, id] = fragment.entries().next().value ?? ["", ""];
   viewAbort.abort();
   viewAbort = new AbortController();
+  acceptDrops(null, openFiles);
   document.body.classList.add("busy");
   if (kind !== "job") {
     session?.end();

@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, get_identity
-from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
+from service.api.dependencies import RuntimeDependency, get_annotations, get_caller, get_trainings
 from service.api.messages.learning import CallerLimits
 from service.api.messages.models import report_models
 from service.api.messages.status import (
@@ -38,9 +38,10 @@ HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 @router.get("/limits", tags=["operation"])
 async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
-    """Get the limits for annotated stacks and training.
+    """Get the limits for annotated stacks, training and folders on the host.
 
-    Reports the quota for annotated stacks, and whether the caller may train models.
+    Reports the quota for annotated stacks, whether the caller may train models, and the names of the folders on the
+    host that the caller may use.
     """
     quota = runtime.settings.annotations.quota_bytes
     problem: str | None = None
@@ -49,12 +50,15 @@ async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimi
         check_trainer(request, runtime.settings.access)
     except (FeatureDisabled, Unauthorized) as error:
         problem = str(error)
+    inputs, outputs = runtime.host_files.list_roots(get_caller(request))
     return CallerLimits(
         corrections=quota > 0,
         annotations_bytes=quota,
         training=problem is None,
         training_problem=problem,
         training_minutes=runtime.settings.trainings.minutes,
+        inputs=inputs,
+        outputs=outputs,
     )
 
 

@@ -61,6 +61,14 @@ class HostFiles:
         _check_roots("inputs", self._inputs, os.R_OK | os.X_OK)
         _check_roots("outputs", self._outputs, os.W_OK | os.X_OK)
 
+    def list_roots(self, caller: str | None) -> tuple[list[str], list[str]]:
+        """Return the names of the folders that a caller may read, and of those in which it may store results."""
+        inputs, outputs = (
+            [name for name, root in roots.items() if _is_allowed(caller, root.keys)]
+            for roots in (self._inputs, self._outputs)
+        )
+        return inputs, outputs
+
     def check_locations(
         self,
         location: str | None,

@@ -1,5 +1,6 @@
 /** Start screen with a drop area for stacks, the sample, and the recent jobs in this browser. */
 
+import { acceptDrops, selectChosenFiles } from "../batch/collect_files.js";
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
@@ -8,19 +9,25 @@ import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js
 /**
  * Draw the start screen.
  * @param {HTMLElement} root
- * @param {{openFile: (file: Blob, name: string) => void, openSample: () => void, openJob: (id: string) => void}} actions
+ * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, openServerFolder: (() => void) | null}} actions openServerFolder: null if there are no folders on the server that the user may use
  */
 export function drawStartView(root, actions) {
   const fileInput = element("input", {
     type: "file",
     id: "file",
-    accept: ".tif,.tiff,.ozx,.zip,.lsm,.czi,.nd2,.lif,.oib,.ims,image/tiff",
+    accept: ".tif,.tiff,.tf2,.tf8,.btf,.lsm,.stk,.czi,.nd2,.lif,.oib,.ims,.ozx,.zip,image/tiff",
+    multiple: true,
     class: "visually-hidden",
-    "aria-label": "A TIFF stack",
-    onchange: () => {
-      const file = fileInput.files?.[0];
-      if (file) actions.openFile(file, file.name);
-    },
+    "aria-label": "One or several stacks",
+    onchange: () => actions.openFiles(selectChosenFiles(fileInput)),
+  });
+  const folderInput = element("input", {
+    type: "file",
+    id: "folder",
+    webkitdirectory: true,
+    class: "visually-hidden",
+    "aria-label": "A folder of stacks",
+    onchange: () => actions.openFiles(selectChosenFiles(folderInput)),
   });
   const dropArea = element(
     "section",
@@ -30,21 +37,24 @@ export function drawStartView(root, actions) {
       { class: "drop-icon", "aria-hidden": "true" },
       element("img", { src: "page/core/icon.svg", alt: "" }),
     ),
-    element("h2", {}, "Drop a TIFF stack here"),
+    element("h2", {}, "Drop stacks or a folder here"),
     element(
       "p",
       { class: "muted" },
-      "ImageJ TIFF, OME-TIFF, BigTIFF or plain TIFF. You can check the stack before you start the segmentation.",
+      "TIFF, OME-Zarr, CZI, ND2, LIF, OIB, IMS or LSM. You can check every stack before you start the segmentation.",
     ),
     element(
       "div",
       { class: "row" },
-      button("Choose a file", () => fileInput.click(), "primary"),
+      button("Choose files", () => fileInput.click(), "primary"),
+      button("Choose a folder", () => folderInput.click(), "secondary"),
+      actions.openServerFolder && button("Folder on the server", actions.openServerFolder, "secondary"),
       button("Try the sample", actions.openSample, "secondary"),
     ),
     fileInput,
+    folderInput,
   );
-  acceptDrops(dropArea, actions.openFile);
+  acceptDrops(dropArea, actions.openFiles);
   const jobs = loadRecentJobs();
   root.replaceChildren(
     dropArea,
@@ -52,21 +62,6 @@ export function drawStartView(root, actions) {
       ? [createRecentJobsSection(jobs, actions.openJob, () => drawStartView(root, actions))]
       : [createSteps()]),
   );
-}
-
-/** Accept files dropped anywhere on the page. @param {HTMLElement} dropArea highlighted while a file is dragged @param {(file: Blob, name: string) => void} openFile */
-function acceptDrops(dropArea, openFile) {
-  document.ondragover = (event) => {
-    event.preventDefault();
-    dropArea.classList.add("dragover");
-  };
-  document.ondragleave = () => dropArea.classList.remove("dragover");
-  document.ondrop = (event) => {
-    event.preventDefault();
-    dropArea.classList.remove("dragover");
-    const file = event.dataTransfer?.files[0];
-    if (file) openFile(file, file.name);
-  };
 }
 
 /** Create the list of steps that is shown if there are no recent jobs. */

@@ -1,0 +1,219 @@
+/** Files with the results of all stacks of a batch: one table, one report, and one archive. */
+
+import { downloadBlob, element } from "../core/elements.js";
+import { formatCount, formatNumber } from "../core/format.js";
+import { Problem, request } from "../core/requests.js";
+import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { countAllCorrections } from "../volumes/correction_store.js";
+import { getPhase, getStem } from "./entries.js";
+import { ZipWriter } from "./zip_writer.js";
+
+/** @typedef {import("./batch.js").Batch} Batch */
+/** @typedef {import("./entries.js").Entry} Entry */
+/** @typedef {(text: string) => void} ShowProgress */
+
+/** Spreadsheets interpret a cell with one of these prefixes as a formula. */
+const FORMULA_PATTERN = /^[=+\-@]/;
+const REPORT_STYLE = `
+body { font: 15px sans-serif; margin: 2em; color: #172026; background: #fff }
+table { border-collapse: collapse }
+td, th { padding: .4em 1em .4em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #d5dce0 }
+img { width: 160px; height: 120px }
+small { color: #54616a; display: block; max-width: 50em }
+.failed { color: #a3262c }`;
+
+/** Save one table with the objects of all stacks. The first column contains the file. @param {Batch} batch @param {ShowProgress} showProgress */
+export async function saveTable(batch, showProgress) {
+  const { table, missing } = await collectTable(batch, showProgress);
+  downloadBlob(table, `${batch.fileStem}_objects.csv`);
+  showProgress(await describeSaved(batch, `${batch.fileStem}_objects.csv`, missing));
+}
+
+/** Save a report with a picture, the number of objects and the warnings of each stack. @param {Batch} batch @param {ShowProgress} showProgress */
+export function saveReport(batch, showProgress) {
+  downloadBlob(createReport(batch), `${batch.fileStem}_report.html`);
+  showProgress(`Saved ${batch.fileStem}_report.html`);
+}
+
+/** Save an archive with the labels of all stacks, the table and the report. @param {Batch} batch @param {ShowProgress} showProgress */
+export async function saveArchive(batch, showProgress) {
+  const archive = new ZipWriter();
+  const entries = listDone(batch);
+  const paths = makeLabelPaths(entries);
+  const missing = [];
+  for (const [index, entry] of entries.entries()) {
+    showProgress(`Collecting the labels: ${index + 1} of ${entries.length}`);
+    const labels = await fetchResult(entry, "image/tiff");
+    if (labels) await archive.add(paths[index], labels);
+    else missing.push(entry.path);
+  }
+  await archive.add("objects.csv", (await collectTable(batch, showProgress)).table);
+  await archive.add("report.html", createReport(batch));
+  downloadBlob(archive.finish(), `${batch.fileStem}_labels.zip`);
+  batch.dispatchEvent(new Event("change"));
+  showProgress(await describeSaved(batch, `${batch.fileStem}_labels.zip`, missing));
+}
+
+/** Describe a saved file, and name the stacks for which it lacks the results or the corrections. @param {Batch} batch @param {string} name @param {string[]} missing paths of the stacks whose result is no longer stored */
+async function describeSaved(batch, name, missing) {
+  const correctedJobs = new Set([...(await countAllCorrections()).keys()].map((key) => key.split("@")[0]));
+  const corrected = listDone(batch).filter(({ job }) => correctedJobs.has(job));
+  const sentences = [`Saved ${name}.`];
+  if (missing.length > 0) sentences.push(`The service no longer stores the results of ${missing.join(", ")}.`);
+  if (corrected.length > 0) {
+    const paths = corrected.map(({ path }) => path).join(", ");
+    sentences.push(`The file does not contain the corrections that this browser stores for ${paths}.`);
+  }
+  return sentences.join(" ");
+}
+
+/** @param {Batch} batch @returns {Entry[]} */
+function listDone(batch) {
+  return batch.stacks.filter((entry) => getPhase(entry) === "done");
+}
+
+/** Return a different path for the labels of each stack. @param {Entry[]} entries */
+function makeLabelPaths(entries) {
+  const stems = entries.map(({ path }) => getStem(path));
+  return entries.map(({ path, report, inspection }, index) => {
+    const isUnique = stems.filter((stem) => stem === stems[index]).length === 1;
+    const output = String(report?.parameters.output ?? inspection?.output ?? "labels");
+    return `labels/${isUnique ? stems[index] : path}_${output}.ome.tif`;
+  });
+}
+
+/** Fetch a result. If the service no longer stores it, mark the entry. @param {Entry} entry @param {string} mediaType @returns {Promise<Blob | null>} null if the service no longer stores the result */
+async function fetchResult(entry, mediaType) {
+  try {
+    return await (await request(`jobs/${entry.job}/result`, { headers: { Accept: mediaType } })).blob();
+  } catch (error) {
+    if (!(error instanceof Problem) || ![404, 410].includes(error.status)) throw error;
+    entry.isGone = true;
+    return null;
+  }
+}
+
+/**
+ * Join the tables of all stacks. The columns depend on the channels and time points of a stack; missing cells are empty.
+ * @param {Batch} batch @param {ShowProgress} showProgress
+ * @returns {Promise<{table: Blob, missing: string[]}>} missing: paths of the stacks whose result is no longer stored
+ */
+async function collectTable(batch, showProgress) {
+  const missing = [];
+  const tables = [];
+  const entries = listDone(batch).filter(({ report }) => report?.parameters.measurements === "zip");
+  for (const [index, entry] of entries.entries()) {
+    showProgress(`Collecting the tables: ${index + 1} of ${entries.length}`);
+    const blob = await fetchResult(entry, "text/csv");
+    if (blob) tables.push({ path: entry.path, blob, columns: await readColumns(blob) });
+    else missing.push(entry.path);
+  }
+  const columns = [...new Set(tables.flatMap((table) => table.columns))];
+  const parts = [new Blob([`${["stack", ...columns].join()}\n`])];
+  for (const table of tables) parts.push(await convertTable(table, columns));
+  return { table: new Blob(parts, { type: "text/csv" }), missing };
+}
+
+/** @param {Blob} blob CSV @returns {Promise<string[]>} */
+async function readColumns(blob) {
+  const [header] = (await blob.slice(0, 10_000).text()).split("\n", 1);
+  return header ? header.split(",") : [];
+}
+
+/** Add the file as the first column, and move the other cells to their columns. @param {{path: string, blob: Blob, columns: string[]}} table @param {string[]} columns of the joined table */
+async function convertTable({ path, blob, columns: ownColumns }, columns) {
+  const positions = columns.map((name) => ownColumns.indexOf(name));
+  const fileCell = formatCell(path);
+  const lines = (await blob.text()).trimEnd().split("\n").slice(1);
+  const rows = lines.map((line) => {
+    const cells = line.split(",");
+    return `${fileCell},${positions.map((position) => cells[position] ?? "").join()}\n`;
+  });
+  return new Blob([rows.join("")]);
+}
+
+/** @param {string} text @returns {string} a cell of a CSV table on one line */
+function formatCell(text) {
+  const cell = FORMULA_PATTERN.test(text) ? `./${text}` : text;
+  return /[",\r\n]/.test(cell) ? `"${cell.replaceAll('"', '""').replaceAll(/[\r\n]/g, " ")}"` : cell;
+}
+
+/** @param {Batch} batch @returns {Blob} HTML */
+function createReport(batch) {
+  const { model: _, ...parameters } = /** @type {Record<string, string>} */ ({ ...batch.parameters, ...batch.shared });
+  const settings = Object.entries(parameters).flatMap(([name, value]) => (value ? [describeSetting(name, value)] : []));
+  const models = [...new Set(listDone(batch).map(({ report }) => report?.model ?? ""))];
+  const headers = ["", "Stack", "Objects", "Confidence", "Notes"].map((text) => element("th", { scope: "col" }, text));
+  const body = element(
+    "div",
+    {},
+    element("h1", {}, `${listDone(batch).length} of ${formatCount(batch.stacks.length, "stack")}, ${batch.name}`),
+    element(
+      "p",
+      {},
+      `Model: ${models.join(", ") || "none"}. ${settings.length ? `Settings: ${settings.join(", ")}.` : ""}`,
+    ),
+    element("p", {}, new Date().toLocaleString("en", { dateStyle: "long", timeStyle: "short" })),
+    element("table", {}, element("tr", {}, ...headers), ...batch.entries.map(createReportRow)),
+  );
+  const head = `<meta charset="utf-8"><title>StackSeg: ${formatCount(batch.stacks.length, "stack")}</title><style>${REPORT_STYLE}</style>`;
+  return new Blob([`<!DOCTYPE html><html lang="en"><head>${head}</head><body>${body.innerHTML}</body></html>\n`], {
+    type: "text/html",
+  });
+}
+
+/** @param {Entry} entry */
+function createReportRow(entry) {
+  const { path, thumbnail, report, inspection, parameters } = entry;
+  const isDone = getPhase(entry) === "done";
+  const ownSettings = Object.entries(parameters).map(([name, value]) => describeSetting(name, value));
+  const warnings = isDone ? (report?.warnings ?? []) : [];
+  // Some notes about the file are also notes about the result.
+  const notes = new Set([...warnings, ...(inspection?.file.notes ?? [])].map(toPageTerms));
+  return element(
+    "tr",
+    {},
+    element("td", {}, thumbnail !== "" && element("img", { src: thumbnail, alt: "" })),
+    element("td", {}, path, ownSettings.length > 0 && element("small", {}, ownSettings.join(", "))),
+    element("td", {}, isDone ? formatNumber(report?.objects ?? Number.NaN) : ""),
+    element("td", {}, isDone ? formatConfidence(report?.confidence ?? null) : ""),
+    element(
+      "td",
+      {},
+      !isDone && element("span", { class: "failed" }, describeMissingResult(entry)),
+      ...[...notes].map((note) => element("small", {}, note)),
+    ),
+  );
+}
+
+/** @param {number | null} confidence from 0 to 1 @returns {string} */
+export function formatConfidence(confidence) {
+  return confidence === null ? "" : `${Math.round(100 * confidence)}%`;
+}
+
+/** @param {Entry} entry @returns {string} why an entry has no result */
+export function describeMissingResult(entry) {
+  /** @type {Partial<Record<import("./entries.js").Phase, string>>} */
+  const texts = {
+    skipped: entry.skipReason,
+    problem: entry.problem?.message,
+    question: describeQuestion(entry),
+    failed: toPageTerms(entry.report?.problem?.detail ?? "The segmentation failed."),
+    cancelled: "Canceled.",
+    expired: "The service has deleted this result to make room for newer ones.",
+    gone: "The service no longer stores this job.",
+    missing: "This file was not uploaded before the page was closed. Choose it again.",
+  };
+  return texts[getPhase(entry)] ?? "Not segmented.";
+}
+
+/** @param {Entry} entry @returns {string} the setting that a stack needs before it can be segmented */
+function describeQuestion({ problem, inspection }) {
+  if (problem) return problem.slug === "ambiguous-axes" ? "The file does not specify its axes." : problem.message;
+  if (inspection === null) return "";
+  const { file } = inspection;
+  if (file.example_scene !== null) return `The file has ${file.scenes.length} images. Select one.`;
+  if (file.times > 1 && !file.time_points) return "The file is a time series. Select the time points.";
+  if (file.channels.length > 1) return "Select the channel to segment.";
+  return toPageTerms(inspection.problem ?? "");
+}

@@ -1,0 +1,81 @@
+/** Polling of the jobs of a batch. */
+
+import { Problem, request, requestJson } from "../core/requests.js";
+import { isFinished } from "../result/run_view.js";
+import { isPending } from "./entries.js";
+
+/** @typedef {import("./entries.js").Entry} Entry */
+/** @typedef {import("openapi").JobReport} Job */
+
+const POLL_INTERVAL_MILLISECONDS = 1000;
+/** Time after which a request counts as not answered. */
+const TIMEOUT_MILLISECONDS = 5000;
+/** Number of jobs that were submitted elsewhere and are expected between those of the batch in the list of jobs. */
+const MARGIN_JOBS = 50;
+const MAX_LISTED_JOBS = 1000;
+
+/** Message while the service does not respond. */
+export const CONNECTION_LOST =
+  "The service does not respond. This page keeps trying, and continues when the service responds.";
+
+/** Polls the unfinished jobs of a batch with one request for all, and sends cancellations until the service confirms them. */
+export class JobWatcher {
+  /** @param {{entries: Entry[], batchAbort: AbortController}} batch @param {(error: unknown) => void} onoutcome called with null after each poll, or with the error with which it failed */
+  constructor(batch, onoutcome) {
+    this.batch = batch;
+    this.onoutcome = onoutcome;
+    this.isPolling = false;
+  }
+
+  /** Poll until all jobs have ended. */
+  async run() {
+    if (this.isPolling) return;
+    this.isPolling = true;
+    const { signal } = this.batch.batchAbort;
+    while (!signal.aborted && this.batch.entries.some(isPending)) {
+      try {
+        await this.#updateReports(AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MILLISECONDS)]));
+        this.onoutcome(null);
+      } catch (error) {
+        if (!signal.aborted) this.onoutcome(toProblem(error));
+      }
+      await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
+    }
+    this.isPolling = false;
+  }
+
+  /** @param {AbortSignal} signal */
+  async #updateReports(signal) {
+    const pendingEntries = this.batch.entries.filter(isPending);
+    const limit = Math.min(pendingEntries.length + MARGIN_JOBS, MAX_LISTED_JOBS);
+    /** @type {{jobs: Job[]}} */
+    const { jobs } = await requestJson(`jobs?limit=${limit}`, { signal });
+    const reports = new Map(jobs.map((report) => [report.id, report]));
+    for (const entry of pendingEntries) {
+      const { job } = entry;
+      const report = reports.get(job) ?? (await fetchReport(job, signal));
+      // The user may have segmented the stack again in the meantime.
+      if (entry.job !== job) continue;
+      if (report) entry.report = report;
+      Object.assign(entry, { isGone: report === null, isVerified: true });
+      if (entry.isCancelling && report && !isFinished(report.state))
+        await request(`jobs/${job}`, { method: "DELETE", signal });
+    }
+  }
+}
+
+/** @param {string} job @param {AbortSignal} signal @returns {Promise<Job | null>} null if the service does not know the job */
+async function fetchReport(job, signal) {
+  try {
+    return await requestJson(`jobs/${job}`, { signal });
+  } catch (error) {
+    if (error instanceof Problem && error.status === 404) return null;
+    throw error;
+  }
+}
+
+/** Treat a request without an answer like a lost connection. @param {unknown} error */
+function toProblem(error) {
+  const isTimeout = error instanceof DOMException && error.name === "TimeoutError";
+  return isTimeout ? new Problem("unreachable", "The service did not respond.", 0) : error;
+}
