@@ -20,7 +20,7 @@ from service.core.files.bundled import get_software_version
 COMMANDS = (
     ("serve", serve, "Run the HTTP service and the web UI"),
     ("segment", segment, "Segment a file or a folder of files without a running service"),
-    ("models", models, "List, import and remove models"),
+    ("models", models, "List, import, export and remove models"),
     ("evaluate", evaluate, "Score a model on annotated stacks"),
     ("train", train, "Train a model on annotated stacks"),
     ("bench", bench, "Measure the speed of a model on this machine"),

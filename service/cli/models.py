@@ -1,4 +1,4 @@
-"""`stackseg models`: list, import and remove models."""
+"""`stackseg models`: list, import, export and remove models."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 from service.cli.model_packages import import_model
@@ -22,12 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg models`."""
     parser.set_defaults(run=run_list)
     _add_list_arguments(parser)
-    actions = parser.add_subparsers(metavar="list|import|remove")
+    actions = parser.add_subparsers(metavar="list|import|export|remove")
     list_parser = actions.add_parser("list", help="List the models (default action)")
     _add_list_arguments(list_parser)
     add_settings_options(list_parser, argparse.SUPPRESS)
     import_parser = actions.add_parser("import", help="Import a MONAI bundle, a bioimage.io package, or a weights file")
     import_model.add_arguments(import_parser)
+    export_parser = actions.add_parser(
+        "export", help="Write a model as a bioimage.io package, ONNX or torch.export file"
+    )
+    _add_export_arguments(export_parser)
     remove_parser = actions.add_parser("remove", help="Delete a model that was trained by the service")
     remove_parser.add_argument("name", help="Name of the model")
     remove_parser.set_defaults(run=run_remove)
@@ -42,6 +47,27 @@ def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="Print the full contents of every model.yaml as JSON",
     )
+
+
+def _add_export_arguments(export_parser: argparse.ArgumentParser) -> None:
+    export_parser.add_argument("name", help="Name of the model, or its folder")
+    export_parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="File to write, with the suffix .zip, .onnx or .pt2"
+    )
+    export_parser.add_argument(
+        "--format",
+        choices=("bioimageio", "onnx", "pt2"),
+        help="bioimage.io package, ONNX file or torch.export file (default: according to the suffix of PATH)",
+    )
+    export_parser.add_argument(
+        "--author", action="append", default=[], metavar="NAME", help="Author, for a bioimage.io package; repeatable"
+    )
+    export_parser.add_argument(
+        "--cite", action="append", default=[], metavar="DOI", help="Publication, for a bioimage.io package; repeatable"
+    )
+    export_parser.add_argument("--force", action="store_true", help="Overwrite an existing file")
+    export_parser.set_defaults(run=run_export)
+    add_settings_options(export_parser, argparse.SUPPRESS)
 
 
 def run_list(options: argparse.Namespace, settings: Settings) -> int:
@@ -64,6 +90,13 @@ def run_list(options: argparse.Namespace, settings: Settings) -> int:
         for plan in plans_by_name[spec.name]:
             sys.stdout.write("".join(f"  {line}\n" for line in plan.format_lines()))
     return 0
+
+
+def run_export(options: argparse.Namespace, settings: Settings) -> int:
+    """Write a model to a file. Raises UnknownModel, BadParameter, UnsupportedPackage."""
+    module = import_module("service.cli.model_packages.export_model")
+    status: int = module.export_model(choose_model(options.name, settings), options, settings)
+    return status
 
 
 def run_remove(options: argparse.Namespace, settings: Settings) -> int:

@@ -50,6 +50,15 @@ class Pt2Archive:
             raise BrokenModel(f"{name} is compressed, but torch.export.save never compresses files.")
         return self._archive.read(entry)
 
+    def read_extra_file(self, name: str) -> bytes | None:
+        """Return a file that the caller of torch.export.save has added, or None. Raises BrokenModel if too large."""
+        entry = self._entries.get(f"extra/{name}")
+        if entry is None:
+            return None
+        if entry.file_size > MAX_JSON_BYTES:
+            raise BrokenModel(f"extra/{name} is larger than the limit of {MAX_JSON_BYTES} bytes.")
+        return self.read_bytes(f"extra/{name}")
+
     def read_json(self, name: str) -> Any:
         """Read a JSON file. Raises BrokenModel if it is missing, compressed or too large."""
         content = self.read_bytes(name)

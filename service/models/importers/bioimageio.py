@@ -18,6 +18,9 @@ from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.architectures.build import ARCHITECTURES
 from service.models.documents import MAX_BYTES
+from service.models.exporters.bioimageio_processing import make_preprocessing
+from service.models.exporters.model_keys import NAME as CONFIG_KEY
+from service.models.exporters.model_keys import read_model_keys
 from service.models.importers import onnx_file
 from service.models.importers.bioimageio_processing import read_activation, read_normalization
 from service.models.importers.draft import (
@@ -30,6 +33,7 @@ from service.models.importers.draft import (
     find_file,
     read_mapping,
 )
+from service.models.spec import Input
 
 DESCRIPTION_FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
@@ -77,12 +81,37 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
+    config = rdf.get_mapping("config")
+    if CONFIG_KEY in config:
+        _restore_model(read_model_keys(config.get(CONFIG_KEY), config.locate(CONFIG_KEY)), rdf, content)
+        problems = {}
     file = _find_checked_file(root, weights)
     if kind == "onnx":
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
-        content["input"] |= onnx_file.read_input_settings(file)
+        content["input"] |= onnx_file.read_settings(file)[1]
     return Draft(content, file, kind, tests, problems, (f"Imported from {key} weights of {rdf.get_string('name')!r}.",))
+
+
+def _restore_model(keys: dict[str, Any], rdf: Fields, content: dict[str, Any]) -> None:
+    """Replace the content with the stored keys of an exported model, which also describe the decoding.
+
+    Fields that other programs read have precedence. Raises UnsupportedPackage if the normalization or the activation in
+    the description differs from the stored one.
+    """
+    steps = Fields({"preprocessing": make_preprocessing(Input.model_validate(keys["input"]))})
+    normalization = read_normalization(steps, content["input"]["channels"])
+    for key, stored_value, value in (
+        ("input.normalisation", normalization, content["input"].get("normalisation")),
+        ("activation", keys["activation"], content.get("activation")),
+    ):
+        if stored_value != value:
+            raise UnsupportedPackage(
+                f"config.{CONFIG_KEY}.{key}: the stored value does not match the steps of the package. If you changed "
+                f"these steps, remove config.{CONFIG_KEY}."
+            )
+    described_keys = {"summary": "description", "licence": "license"}
+    content |= {key: value for key, value in keys.items() if described_keys.get(key, "") not in rdf}
 
 
 def read_description(root: Path) -> tuple[Fields, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
+from service.models.exporters.model_keys import NAME, parse_model_keys
 from service.models.graphs.onnx import file as onnxfile
 from service.models.importers.draft import find_file
 
@@ -30,9 +31,15 @@ def embed_external_data(path: Path) -> bytes:
         raise UnsupportedPackage(f"{path.name} cannot be read as ONNX: {error}") from error
 
 
-def read_input_settings(path: Path) -> dict[str, Any]:
-    """Return the input settings `channels` and `roi_size` that an ONNX file specifies. Raises BrokenModel."""
-    shape = onnxfile.find_image(onnxfile.parse_model(embed_external_data(path), path)).shape
+def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of an exported model, or {}, and the input settings `channels` and `roi_size` of an ONNX file.
+
+    Raises BrokenModel, or UnsupportedPackage if the stored keys cannot be read.
+    """
+    model = onnxfile.parse_model(embed_external_data(path), path)
+    text = model.metadata.get(NAME)
+    keys = {} if text is None else parse_model_keys(text, f"metadata_props.{NAME}")
+    shape = onnxfile.find_image(model).shape
     _, channels, *size = shape or (None,) * 5
     content: dict[str, Any] = {} if channels is None else {"channels": channels}
-    return content if None in size else content | {"roi_size": size}
+    return keys, content if None in size else content | {"roi_size": size}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from service.core.files.zip_archive import ARCHIVE_ERRORS, open_torch_archive
+from service.models.exporters.model_keys import FILE_NAME, parse_model_keys
+from service.models.graphs.pt2_archive import Pt2Archive
 from service.models.importers import onnx_file
 from service.models.importers.checkpoint import is_torchscript, read_checkpoint
 from service.models.importers.draft import Draft, WeightsKind
@@ -43,7 +46,11 @@ def read(path: Path) -> Draft:
             source, skipped_keys = ".".join(checkpoint.keys), ", ".join(checkpoint.skipped_keys)
             notes.append(f"The tensors were read from {source!r}; other keys were ignored: {skipped_keys}.")
     else:
-        inputs |= {"channels": 1} | (onnx_file.read_input_settings(path) if kind == "onnx" else {})
+        keys, settings = _read_graph_settings(path, kind)
+        if keys:
+            notes = [f"The file contains the settings of the exported model {keys['name']!r:.80}."]
+            return Draft(keys, path, kind, notes=tuple(notes), description=description)
+        inputs |= {"channels": 1} | settings
     content: dict[str, Any] = {
         "name": path.stem,
         "version": "1",
@@ -54,6 +61,23 @@ def read(path: Path) -> Draft:
     }
     unspecified_keys = tuple(key for key in missing_keys if key != "input.roi_size" or "roi_size" not in inputs)
     return Draft(content, path, kind, missing_keys=unspecified_keys, notes=tuple(notes), description=description)
+
+
+def _read_graph_settings(path: Path, kind: WeightsKind) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the keys of an exported model, or {}, and the input settings that the file specifies."""
+    if kind == "onnx":
+        return onnx_file.read_settings(path)
+    return _read_exported_keys(path) if kind == "exported" else {}, {}
+
+
+def _read_exported_keys(path: Path) -> dict[str, Any]:
+    """Return the keys in an exported model. Return {} for a damaged archive, which the loader reports."""
+    try:
+        with open_torch_archive(path) as archive:
+            text = Pt2Archive(archive).read_extra_file(FILE_NAME)
+    except (OSError, *ARCHIVE_ERRORS):
+        return {}
+    return {} if text is None else parse_model_keys(text, f"extra/{FILE_NAME}")
 
 
 def _find_kind(path: Path) -> WeightsKind:

@@ -55,13 +55,18 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Model:
-    """The content of a file: version of the standard operators, nodes, initializers by name, inputs and outputs."""
+    """The content of a file.
+
+    opset    version of the standard operators
+    tensors  initializers by name
+    """
 
     opset: int
     nodes: tuple[Node, ...]
     tensors: dict[str, Array]
     inputs: tuple[TensorInfo, ...]
-    outputs: tuple[TensorInfo, ...] = field(default=())
+    outputs: tuple[TensorInfo, ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 def read_model(path: Path) -> Model:
@@ -163,6 +168,7 @@ def _read_model(model: ModelProto) -> Model:
         # Before IR version 4, initializers were also listed as inputs.
         tuple(info for info in inputs if info.name not in tensors),
         tuple(map(_read_tensor_info, graph.output)),
+        {entry.key: entry.value for entry in model.metadata_props},
     )
 
 

@@ -1,0 +1,1 @@
+"""Export models as packages and files that other programs can run."""
