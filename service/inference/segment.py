@@ -92,7 +92,7 @@ def segment(
             source, normalization_notes = normalize_volume(volume, runner.spec, runner.placement.upload(volume))
         (plan, estimate), diameter, diameter_notes = _apply_diameter(call, source, request)
         image, resampling_notes = _resample(call, source, plan)
-        spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]))
+        spec = apply_postprocessing(runner.spec, plan.postprocessing, volume, as_size(image.shape[2:]), plan.diameter)
         image, skipped, skipping_notes = _skip_empty_windows(call, image, spec, plan)
         callbacks.progress(0, estimate.windows)
         scoring = _score(call, image, spec, plan)

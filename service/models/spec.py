@@ -12,6 +12,7 @@ from service.models.spec_parts import (
     Boundaries,
     Classes,
     Decoding,
+    Flows,
     FrozenModel,
     Instances,
     Normalization,
@@ -58,6 +59,7 @@ class Input(FrozenModel):
     channels           number of channels, in the order of `channel_names` if specified
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
+    default_diameter   object diameter in voxels (y, x) if a request specifies none; only for `decoding.kind: flows`
     estimate_diameter  whether the diameter is estimated if a request does not specify it
     normalisation      normalization of all channels, or of each channel
     roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
@@ -75,6 +77,7 @@ class Input(FrozenModel):
     channel_names: tuple[SingleLineText, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
+    default_diameter: PositiveFloat | None = None
     estimate_diameter: bool = False
     normalisation: Normalization | tuple[Normalization, ...]
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
@@ -200,11 +203,13 @@ class ModelSpec(FrozenModel):
     @property
     def probability_outputs(self) -> tuple[str, ...]:
         """Names of the outputs that a request for probabilities returns."""
-        return self.outputs[:1] if isinstance(self.decoding, StarConvex) else self.outputs
+        return self.outputs[:1] if isinstance(self.decoding, StarConvex | Flows) else self.outputs
 
     @property
     def tiling(self) -> Tiling:
         """Positions of the windows, and their scores."""
+        if isinstance(self.decoding, Flows):
+            return Tiling("cellpose")
         if not isinstance(self.decoding, StarConvex):
             return Tiling(self.input.tiling)
         return Tiling("stardist", self.input.roi_multiple or self.decoding.grid, self.decoding.grid)
@@ -219,7 +224,7 @@ class ModelSpec(FrozenModel):
         match self.decoding:
             case Instances(foreground=name) | Boundaries(boundary=name):
                 return ("background", name)
-            case StarConvex():
+            case StarConvex() | Flows():
                 return ("background", "object")
             case Regions(classes=classes):
                 names = dict(zip(classes, self.outputs, strict=True))
@@ -290,6 +295,22 @@ class ModelSpec(FrozenModel):
             raise ValueError("input.roi_size and input.roi_multiple must be multiples of decoding.grid")
         if any(self.get_activation(name) != "none" for name in self.outputs[1:]):
             raise ValueError("activation: the distances of `decoding.kind: star-convex` need the activation none")
+        return self
+
+    @model_validator(mode="after")
+    def _check_flows(self) -> Self:
+        keys = self.input
+        if not isinstance(self.decoding, Flows):
+            if keys.default_diameter is not None:
+                raise ValueError("input.default_diameter requires `decoding.kind: flows`")
+            return self
+        if (keys.tiling, keys.resampling, keys.voxel_size, keys.roi_multiple) != ("monai", "linear", None, None):
+            raise ValueError(
+                "input: tiling, resampling, voxel_size, roi_multiple do not apply to `decoding.kind: flows`"
+            )
+        activations = [self.get_activation(name) for name in self.outputs]
+        if keys.diameter is None or activations != ["sigmoid", "none", "none", "none"]:
+            raise ValueError("`decoding.kind: flows` requires input.diameter, a sigmoid output and three flows (none)")
         return self
 
     @model_validator(mode="after")

@@ -60,14 +60,15 @@ Normalization = Annotated[
 ]
 
 
-TilingName = Literal["monai", "nnunet", "stardist"]
+TilingName = Literal["monai", "nnunet", "stardist", "cellpose"]
 
 
 class Tiling(NamedTuple):
     """How windows are placed on a volume.
 
     name       program whose positions and weights of windows are used. MONAI moves the last window back, so it overlaps
-               more than the others. nnU-Net and StarDist increase the overlap of all windows equally.
+               more than the others. The other programs increase the overlap of all windows equally. Windows of Cellpose
+               are tiles of planes, which overlap along y and x only.
     alignment  the first voxels of all windows are multiples of these numbers (z, y, x), which also divide the window
     step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
     """
@@ -209,7 +210,34 @@ class Boundaries(FrozenModel):
     background: Literal["keep", "drop_largest"] = "keep"
 
 
-Decoding = Annotated[Instances | Classes | Regions | Boundaries | StarConvex, Field(discriminator="kind")]
+class Flows(FrozenModel):
+    """Parameters of flow decoding, in which voxels move along a flow to the center of their object, as in Cellpose.
+
+    The network segments planes. It is applied to the planes of three orientations, and its scores are added. The first
+    output is the logit of the foreground probability. The others are the flow along z, y and x, times 5. Scores are
+    resampled to the grid of the stack before they are decoded.
+
+    threshold         foreground probability above which a voxel belongs to an object
+    steps             number of steps along the flow if the objects have the diameter `input.diameter`; the number is
+                      proportional to the diameter
+    minimum_size      size in voxels of the stack below which objects are dropped
+    maximum_fraction  objects are dropped if they occupy more than this fraction of the stack
+    min_confidence    objects are dropped if the mean foreground probability of their voxels is below this value
+    border            keep or drop objects that touch a face of the volume
+    holes             keep or fill background, and other objects, that are enclosed by one object
+    """
+
+    kind: Literal["flows"]
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    steps: Annotated[int, Field(ge=1, le=100_000)] = 200
+    minimum_size: Annotated[int, Field(ge=0)] = 15
+    maximum_fraction: Annotated[float, Field(gt=0, le=1)] = 0.4
+    min_confidence: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    border: Literal["keep", "drop"] = "keep"
+    holes: Literal["keep", "fill"] = "fill"
+
+
+Decoding = Annotated[Instances | Classes | Regions | Boundaries | StarConvex | Flows, Field(discriminator="kind")]
 
 
 def get_probability_output(decoding: FrozenModel) -> str | None:

@@ -23,7 +23,7 @@ from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Boundaries, Instances, StarConvex
+from service.models.spec_parts import Boundaries, Flows, Instances, StarConvex
 
 if TYPE_CHECKING:
     from service.inference.blockwise.workers import Workers
@@ -256,6 +256,12 @@ def _check_decoding(decoding: object, output: str) -> None:
         raise BadParameter(
             "model: block-wise segmentation does not support star-convex polyhedra, because non-maximum suppression"
             " compares the polyhedra of the whole volume. Omit --workers, or use a different model.",
+            parameter="model",
+        )
+    if isinstance(decoding, Flows):
+        raise BadParameter(
+            "model: block-wise segmentation does not support models with `decoding.kind: flows`, because their network"
+            " is applied to planes of the whole stack. Omit --workers, or use a different model.",
             parameter="model",
         )
     if output == "labels" and isinstance(decoding, Boundaries):

@@ -24,12 +24,14 @@ from service.inference.decoding.instances import InstanceDecoder, WatershedFacto
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
 from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Boundaries, Classes, Instances, Regions, StarConvex
+from service.models.spec_parts import Boundaries, Classes, Flows, Instances, Regions, StarConvex
 
 # Number of voxels whose scores fit in the cache of a core.
 CACHE_VOXELS = 2**16
 # Peak memory per voxel of the decoder of boundaries, by measurement.
 BOUNDARY_BYTES_PER_VOXEL = 72
+# Peak memory per voxel of the decoder of flows, by measurement.
+FLOW_BYTES_PER_VOXEL = 72
 # Fraction of the scores of a dense tissue that are candidates for polyhedra, for the estimate of the memory. They are
 # near the centers of objects: half of the radius is an eighth of the volume.
 CANDIDATE_FRACTION = 1 / 16
@@ -71,7 +73,7 @@ def make_decoder(  # noqa: PLR0913
     decoding, num_outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
         return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
-    if output == "labels" and isinstance(decoding, Boundaries | StarConvex):
+    if output == "labels" and isinstance(decoding, Boundaries | StarConvex | Flows):
         return _make_optional_decoder(spec, size, voxel_size, cancelled)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
     class_names = spec.probability_outputs if kind == "probabilities" else spec.class_names
@@ -90,11 +92,14 @@ def make_decoder(  # noqa: PLR0913
 def _make_optional_decoder(
     spec: ModelSpec, size: Size, voxel_size: VoxelSize | None, cancelled: CancellationCheck
 ) -> Decoder:
-    """Return a decoder whose module is rarely needed, and needs an optional library."""
+    """Return a decoder whose module is rarely needed, and may need an optional library."""
     decoder: Decoder
     if isinstance(spec.decoding, StarConvex):
         module = import_module("service.inference.decoding.external.star_convex.decoder")
         decoder = module.StarConvexDecoder(spec, spec.decoding, size, voxel_size, cancelled)
+    elif isinstance(spec.decoding, Flows):
+        module = import_module("service.inference.decoding.external.flows.decoder")
+        decoder = module.FlowDecoder(spec.decoding, size, voxel_size, cancelled)
     else:
         module = import_module("service.inference.decoding.external.boundaries")
         decoder = module.BoundaryDecoder(spec, spec.decoding, size, voxel_size)
@@ -134,6 +139,8 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
         )
     if isinstance(spec.decoding, Boundaries):
         return DecodingMemory(BOUNDARY_BYTES_PER_VOXEL * voxels)
+    if isinstance(spec.decoding, Flows):
+        return DecodingMemory(FLOW_BYTES_PER_VOXEL * voxels)
     if isinstance(spec.decoding, StarConvex):
         # A file that may be in memory contains the candidates, and the child process sorts a copy. The labels exist as
         # 32-bit integers and in their final type.
@@ -230,9 +237,9 @@ def _paint_regions(spec: ModelSpec, decoding: Regions, scores: Tensor) -> Tensor
     return classes
 
 
-def _find_foreground(spec: ModelSpec, decoding: Instances | Boundaries | StarConvex, scores: Tensor) -> Tensor:
+def _find_foreground(spec: ModelSpec, decoding: Instances | Boundaries | StarConvex | Flows, scores: Tensor) -> Tensor:
     """Return the mask of the foreground, of the boundaries, or of possible origins of polyhedra, bool [z, y, X]."""
-    if isinstance(decoding, StarConvex):
+    if isinstance(decoding, StarConvex | Flows):
         return _activate(spec, scores)[0] > decoding.threshold
     if isinstance(decoding, Boundaries):
         return _activate(spec, scores)[spec.outputs.index(decoding.boundary)] > decoding.watershed_threshold

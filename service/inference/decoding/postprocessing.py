@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from service.core.errors import BadParameter
-from service.core.quantities import Size
+from service.core.quantities import Diameter, Size
 from service.core.types import Extent, OutputKind, PostprocessingOptions
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Boundaries, Classes, Instances, StarConvex
+from service.models.spec_parts import Boundaries, Classes, Flows, Instances, StarConvex
 
 # Options that apply to models that predict boundaries.
 BOUNDARY_OPTIONS = ("minimum_size", "border")
@@ -71,10 +73,24 @@ def compute_min_voxels(postprocessing: PostprocessingOptions, volume: Extent) ->
     return min(voxel_count, math.prod(volume.shape[1:]) + 1)
 
 
+def _scale_steps(spec: ModelSpec, decoding: Flows, volume: Extent, diameter: Diameter | None) -> int:
+    """Return the number of steps along the flow for objects of this diameter, rounded down as in Cellpose."""
+    lengths = diameter and diameter.to_voxels(volume.voxel_size)
+    if not lengths or not spec.input.diameter:
+        return decoding.steps
+    return max(int(np.float32(decoding.steps * lengths[2] / spec.input.diameter)), 1)
+
+
 def apply_postprocessing(
-    spec: ModelSpec, postprocessing: PostprocessingOptions, volume: Extent, size: Size
+    spec: ModelSpec,
+    postprocessing: PostprocessingOptions,
+    volume: Extent,
+    size: Size,
+    diameter: Diameter | None = None,
 ) -> ModelSpec:
     """Return the model with the decoding for one request, on a working grid of `size` (Z, Y, X).
+
+    diameter  object diameter to which the stack is resampled
 
     A minimum size or minimum confidence in the request replaces all of the model's criteria of that kind. Sizes in the
     result are in voxels of the working grid. The decoder removes objects that would be too small at any position;
@@ -86,6 +102,10 @@ def apply_postprocessing(
     if isinstance(decoding, Classes):
         return spec
     changes: dict[str, Any] = {}
+    if isinstance(decoding, Flows):
+        # Objects are decoded on the grid of the stack.
+        size = (volume.shape[1], volume.shape[2], volume.shape[3])
+        changes = {"steps": _scale_steps(spec, decoding, volume, diameter)}
     if postprocessing.minimum_size is not None:
         # Maximum number of stack voxels per grid voxel. The exact size of an object is known only after resampling.
         max_stack_voxels = math.prod(

@@ -22,6 +22,7 @@ from service.inference.preprocessing.normalize import NormalizedImage, normalize
 from service.inference.windows.grid import Box, as_size
 from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Flows
 
 # Maximum ratio between the voxel sizes of the volume and the model. If the ratio is larger, one of them must be wrong.
 MAX_VOXEL_SIZE_RATIO = 64.0
@@ -128,7 +129,7 @@ def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diam
 
 def resamples_scores(spec: ModelSpec, output: OutputKind) -> bool:
     """Return whether scores, instead of the labels, are resampled to the grid of the stack."""
-    return spec.input.resampling == "nnunet" and output != "labels"
+    return isinstance(spec.decoding, Flows) or (spec.input.resampling == "nnunet" and output != "labels")
 
 
 def count_score_bytes(spec: ModelSpec, size: Size, stack_size: Size) -> int:
@@ -201,8 +202,9 @@ def compute_working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | N
     """Return the size (Z, Y, X) of the grid that the network works on.
 
     With a `diameter`, the volume is resampled so that objects have the model's diameter, but no axis becomes shorter
-    than the window, because padding affects the network more than large objects do. Without a diameter, the grid is
-    that of the volume, unless the voxel sizes of both the model and the volume are known.
+    than the window, because padding affects the network more than large objects do. Models with `decoding.kind: flows`
+    have no such limit. Without a diameter, the grid is that of the volume, unless the voxel sizes of both the model and
+    the volume are known.
 
     Raises BadParameter if the diameter or voxel size is implausible. Raises BadFile if each plane is a single pixel,
     because windows would contain almost only padding.
@@ -214,6 +216,9 @@ def compute_working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | N
             " set axes=, slowest axis first.",
             parameter="axes",
         )
+    if diameter is not None and isinstance(spec.decoding, Flows):
+        factors = _find_object_scale(volume, spec, diameter)
+        return as_size([max(1, _truncate(n * factor)) for n, factor in zip((z, y, x), factors, strict=True)])
     if diameter is not None:
         scales = zip(_find_object_scale(volume, spec, diameter), spec.input.roi_size, (z, y, x), strict=True)
         return _scale_size(
@@ -263,6 +268,11 @@ def _scale_size(size: Size, factors: Sequence[float]) -> Size:
     """Scale each length, and round it to at least 1 voxel. Factors between 0.99 and 1.01 are ignored."""
     pairs = zip(size, factors, strict=True)
     return as_size([n if abs(factor - 1) < 0.01 else max(1, round(n * factor)) for n, factor in pairs])
+
+
+def _truncate(value: float) -> int:
+    """Round down like Cellpose, which computes in float32, so that 16.9999999 becomes 17."""
+    return int(np.float32(value))
 
 
 def _find_object_scale(volume: Extent, spec: ModelSpec, diameter: Diameter) -> list[float]:

@@ -17,7 +17,7 @@ from service.inference.types import Plan, PlannedRequest, ResourceEstimate
 from service.inference.windows.grid import fit_window_length, round_up
 from service.inference.windows.views import count_view_bytes, get_best_quality_views
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Instances, StarConvex
+from service.models.spec_parts import Flows, Instances, StarConvex
 
 # Maximum fraction of a device's memory that one request may need. If a request needs more, its scores are decoded on
 # the host. The rest is for models, other requests and the allocator.
@@ -26,6 +26,8 @@ MAX_DEVICE_MEMORY_FRACTION = 0.5
 # Overlap of windows with quality=best, unless the request specifies it or the operator's limit is lower.
 BEST_QUALITY_OVERLAP = 0.5
 
+# Overlap of the tiles of planes, as in Cellpose.
+PLANE_OVERLAP = 0.1
 
 # Number of windows per call if the operator has not configured it and the model has not been tuned.
 UNTUNED_BATCH_SIZE = 2
@@ -42,11 +44,12 @@ def make_plan(
     windows = settings.windows
     default_batch_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
     batch_size = default_batch_size if options.sw_batch_size is None else options.sw_batch_size
-    overlap = _choose_overlap(settings, options)
+    overlap = _choose_overlap(spec, settings, options)
     _check_limits(settings.limits, batch_size, overlap)
     skip_below = windows.skip_below if options.skip_below is None else options.skip_below
-    if isinstance(spec.decoding, StarConvex):
-        _check_star_convex(spec, settings, options)
+    if isinstance(spec.decoding, StarConvex | Flows):
+        prediction = "flows" if isinstance(spec.decoding, Flows) else "distances of star-convex polyhedra"
+        _check_directions(spec, settings, options, prediction)
         skip_below = "none"
     if windows.inferer == "monai" and skip_below != "none":
         raise BadParameter(
@@ -59,7 +62,7 @@ def make_plan(
         output=output,
         sw_batch_size=batch_size,
         overlap=overlap,
-        diameter=None if isinstance(options.diameter, str) else options.diameter,
+        diameter=_choose_diameter(spec, options),
         needs_diameter_estimate=_needs_diameter_estimate(spec, options),
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
@@ -67,33 +70,48 @@ def make_plan(
     )
 
 
-def _check_star_convex(spec: ModelSpec, settings: Settings, options: Options) -> None:
-    """Raise BadParameter for options that a model with `decoding.kind: star-convex` does not support."""
+def _check_directions(spec: ModelSpec, settings: Settings, options: Options, prediction: str) -> None:
+    """Raise BadParameter for options that a model that predicts polyhedra or flows does not support."""
     if settings.windows.inferer == "monai":
         raise BadParameter(
             f"This service uses MONAI's inferer, which does not support {spec.name}, because the model predicts "
-            "star-convex polyhedra. Use a different model."
+            f"{prediction}. Use a different model."
         )
     if options.quality == "best":
         raise BadParameter(
-            f"quality: {spec.name} predicts distances along fixed directions, which cannot be averaged over mirrored "
-            "views. Use quality=fast.",
+            f"quality: {spec.name} predicts {prediction} along fixed directions, which cannot be averaged over mirrored"
+            " views. Use quality=fast.",
             parameter="quality",
             suggested={"quality": "fast"},
         )
     if options.skip_below not in (None, "none"):
         raise BadParameter(
-            f"skip_below: empty windows cannot be skipped with {spec.name}, because the model predicts star-convex "
-            "polyhedra. Omit skip_below=.",
+            f"skip_below: empty windows cannot be skipped with {spec.name}, because the model predicts {prediction}."
+            " Omit skip_below=.",
             parameter="skip_below",
         )
 
 
-def _choose_overlap(settings: Settings, options: Options) -> float:
+def _choose_overlap(spec: ModelSpec, settings: Settings, options: Options) -> float:
+    if isinstance(spec.decoding, Flows):
+        if options.overlap not in (None, PLANE_OVERLAP):
+            raise BadParameter(
+                f"overlap: the tiles of {spec.name} always overlap by {PLANE_OVERLAP:.0%}. Omit overlap=.",
+                parameter="overlap",
+            )
+        return PLANE_OVERLAP
     default_overlap = settings.windows.overlap
     if options.quality == "best":
         default_overlap = max(default_overlap, min(BEST_QUALITY_OVERLAP, settings.limits.overlap))
     return default_overlap if options.overlap is None else options.overlap
+
+
+def _choose_diameter(spec: ModelSpec, options: Options) -> Diameter | None:
+    """Return the object diameter of the request, or the default diameter of the model."""
+    if isinstance(options.diameter, Diameter):
+        return options.diameter
+    default_diameter = spec.input.default_diameter if options.diameter is None else None
+    return None if default_diameter is None else Diameter((default_diameter,), "px")
 
 
 def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:
@@ -146,7 +164,10 @@ def _choose_output(spec: ModelSpec, requested_output: OutputKind | None) -> Outp
 def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
     """Return whether the object diameter has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
-        raise BadParameter(f"The model {spec.name} has no object diameter. Omit diameter=.", parameter="diameter")
+        raise BadParameter(
+            f"The model {spec.name} cannot estimate the object diameter. Omit diameter=, or specify a diameter.",
+            parameter="diameter",
+        )
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 
 
@@ -210,7 +231,10 @@ class Estimator:
         alignment = self.spec.tiling.alignment
         diameter = options.diameter if isinstance(options.diameter, Diameter) else None
         size = round_up(compute_working_size(volume, self.spec, diameter), alignment)
-        overlap, roi_size = _choose_overlap(self.settings, options), options.roi_size or self.spec.input.roi_size
+        overlap, roi_size = (
+            _choose_overlap(self.spec, self.settings, options),
+            options.roi_size or self.spec.input.roi_size,
+        )
         z, y, x = (
             fit_window_length(length, window_length, overlap, multiple)
             for length, window_length, multiple in zip(size, roi_size, alignment, strict=True)
@@ -247,6 +271,8 @@ class Estimator:
             return self.with_window_size(options).plan_request(volume, replace(options, roi_size=None))
         plan = self.plan(options)
         self._check_channels(volume)
+        if isinstance(self.spec.decoding, Flows) and volume.shape[1] == 1:
+            raise BadParameter(f"{self.spec.name} segments stacks of at least two planes, but the image has only one.")
         compute_min_voxels(plan.postprocessing, volume)
         window_memory = self._get_window_memory(plan)
         request_estimate = estimate_request(self.spec, volume, plan, window_memory)

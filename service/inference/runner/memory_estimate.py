@@ -18,11 +18,11 @@ from service.inference.decoding.watershed_kernel import CPU
 from service.inference.preprocessing.resample import compute_working_size, count_score_bytes, resamples_scores
 from service.inference.types import Plan, ResourceEstimate
 from service.inference.windows.blending import count_buffered_floats
-from service.inference.windows.grid import Grid, as_size
+from service.inference.windows.grid import Grid, as_size, cover_planes
 from service.inference.windows.kernels import WindowKernels, window_kernels
 from service.models.network import iter_modules
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Instances
+from service.models.spec_parts import Flows, Instances
 
 
 class WindowMemory(NamedTuple):
@@ -45,6 +45,8 @@ def estimate_request(
 
     kernels  C++ kernels that blend windows on the CPU, if they are available
     """
+    if isinstance(spec.decoding, Flows):
+        return _estimate_planes(spec, volume, plan, memory)
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     channels = spec.input.channels
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.tiling)
@@ -87,6 +89,26 @@ def estimate_request(
     return ResourceEstimate(
         grid.num_windows * plan.num_views, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes
     )
+
+
+def _estimate_planes(spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory) -> ResourceEstimate:
+    """Estimate the memory for a network that is applied to the planes of three orientations.
+
+    The host holds the sum of the scores of all orientations. The prepared image is in the memory of the device.
+    """
+    size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
+    image_bytes, score_bytes = (4 * count * math.prod(size) for count in (spec.input.channels, len(spec.outputs)))
+    host_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size).host_bytes + score_bytes + image_bytes
+    grids, running_bytes = cover_planes(size, spec.input.roi_size, plan.overlap), 0
+    for grid in grids:
+        num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
+        num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=False)
+        num_floats += _count_slab_floats(spec, grid, plan, num_active_windows)
+        running_bytes = max(running_bytes, 4 * num_floats + num_active_windows * memory.window_bytes)
+    device_bytes = 0 if memory.uses_host_memory else image_bytes + running_bytes
+    host_bytes += running_bytes if memory.uses_host_memory else 0
+    num_windows = sum(grid.num_windows for grid in grids)
+    return ResourceEstimate(num_windows, plan.sw_batch_size, plan.overlap, size, host_bytes, device_bytes)
 
 
 def _estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size, stored_size: Size) -> DecodingMemory:

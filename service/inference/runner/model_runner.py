@@ -39,6 +39,7 @@ from service.inference.types import EngineReport, Plan, ResourceEstimate
 from service.inference.windows.kernels import window_kernels
 from service.models.loader import load_network
 from service.models.network import Network, count_weight_bytes
+from service.models.spec_parts import Flows
 
 if TYPE_CHECKING:
     from service.engine.tuning.plans import EngineConfig, EnginePlan
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from service.inference.preprocessing.resample import ResampledImage
     from service.inference.runner.callbacks import ComputeSlabs, RunWindows
     from service.inference.runner.engine_builder import ReadyEngine
-    from service.inference.windows.sliding_window import Image, ScoreWindows
+    from service.inference.windows.sliding_window import Image, ScoreWindows, SlidingWindow
     from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -176,19 +177,33 @@ class ModelRunner:
         return devices.find_device_loss(self.device, error, self._driver)
 
     def place_image(self, image: NormalizedImage | ResampledImage) -> Image:
-        """Return an image that reads its windows into device memory or, for MONAI's inferer, a tensor on the device."""
-        if self._settings.windows.inferer == "monai":
+        """Return an image that reads its windows into device memory.
+
+        MONAI's inferer, and networks that are applied to planes of three orientations, need a tensor on the device.
+        """
+        if self._settings.windows.inferer == "monai" or isinstance(self.spec.decoding, Flows):
             return image.to_tensor().to(self.device)
         return self.placement.place_image(image, self.spec.input.roi_size[0])
 
     def choose_inferer(self, run: RunWindows) -> RunWindows:
-        """Return the function that yields the scores of a request: `run`, or MONAI's inferer, which calls `run`."""
+        """Return the function that yields the scores of a request: `run`, or another function that calls `run`."""
+        if isinstance(self.spec.decoding, Flows):
+            module = import_module("service.inference.windows.orthogonal_planes")
+            planes: RunWindows = module.OrthogonalPlanes(run, self._resize_window)
+            return planes
         if self._settings.windows.inferer == "own":
             return run
         # Import this module only when needed, because importing MONAI takes several seconds.
         module = import_module("service.inference.windows.monai_inferer")
         inferer: RunWindows = module.MonaiInferer(self._settings.windows, run)
         return inferer
+
+    def _resize_window(self, window: SlidingWindow, size: Size) -> SlidingWindow:
+        """Return `window` for another window size. Engines are built for one size, so the network then runs eagerly."""
+        if size == tuple(window.batch.shape[2:]):
+            return window
+        is_built = self._engine is not None and window.network is self._engine.window.network
+        return window.with_size(size, self.score_computer.module if is_built else window.network)
 
     def make_window_scorer(self, plan: Plan, compute_slabs: ComputeSlabs) -> ScoreWindows:
         """Return a function that computes the scores of a few windows of a request. Each window is scored once."""

@@ -29,11 +29,16 @@ from service.inference.windows.kernels import OverlapSums, WindowKernels, window
 from service.models.spec_parts import MONAI_TILING, Tiling, TilingName
 
 # Lower bound of the weight of a voxel. nnU-Net's bound depends on the smallest weight in float16; ours only prevents
-# divisions by zero. With "stardist", no weight is 0.
-MIN_WEIGHTS: dict[TilingName, float] = {"monai": 1e-3, "nnunet": 1e-12, "stardist": 0.0}
+# divisions by zero. With "stardist" and "cellpose", no weight is 0.
+MIN_WEIGHTS: dict[TilingName, float] = {"monai": 1e-3, "nnunet": 1e-12, "stardist": 0.0, "cellpose": 0.0}
 # With "stardist", factor of the weight of voxels that are nearer to another window. It is positive, because no other
 # window covers the voxels at the faces of the volume, and its third power is a normal number in float32.
 FAR_WEIGHT = 1e-6
+
+# With "cellpose", weights are a sigmoid function of the distance from the edges of a tile of this length.
+TILE_LENGTH = 224
+TILE_MARGIN = 20.0
+TILE_SLOPE = 7.5
 
 NON_FINITE_MESSAGE = "The network returned NaN or infinite scores for this volume. Try `engine.precision: fp32`."
 
@@ -57,6 +62,7 @@ class Blending:
     sigma   standard deviation of Gaussian weights, as a fraction of the window's edge length
     tiling  positions of the windows. With "stardist", `mode` is ignored: along each axis, a voxel gets the scores of
             the window whose center is nearest, because non-maximum suppression depends on small differences of scores.
+            With "cellpose", `mode` is ignored: the weights of the tiles of planes are those of Cellpose.
     """
 
     mode: Literal["constant", "gaussian"] = "gaussian"
@@ -277,7 +283,7 @@ class FiniteFlag:
 
 def _compute_weights(grid: Grid, blending: Blending, device: torch.device) -> Tensor:
     """Return the weight of each voxel of a window, float32 [*window]."""
-    if blending.tiling.name != "stardist":
+    if blending.tiling.name not in {"stardist", "cellpose"}:
         return compute_importance_map(grid.window_size, blending, device)
     z, y, x = _compute_axis_weights(grid, blending, device)
     return z[:, None, None] * y[:, None] * x
@@ -285,6 +291,10 @@ def _compute_weights(grid: Grid, blending: Blending, device: torch.device) -> Te
 
 def _compute_axis_weights(grid: Grid, blending: Blending, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the factors of the weights along z, y and x, float32 [window z], [window y] and [window x]."""
+    if blending.tiling.name == "cellpose":
+        depth, *lengths = grid.window_size
+        y, x = (_compute_taper(length, device) for length in lengths)
+        return torch.ones(depth, device=device), y, x
     if blending.tiling.name != "stardist":
         z, y, x = (_compute_axis_importance(length, blending, device) for length in grid.window_size)
         return z, y, x
@@ -299,6 +309,14 @@ def _compute_axis_weights(grid: Grid, blending: Blending, device: torch.device) 
         axes.append(weights)
     z, y, x = axes
     return z, y, x
+
+
+def _compute_taper(length: int, device: torch.device) -> Tensor:
+    """Return the weights along one axis of a tile, float32 [length]. Source: `_taper_mask` in Cellpose."""
+    full_length = max(TILE_LENGTH, length)
+    distance = (torch.arange(full_length, dtype=torch.float64) - (full_length - 1) / 2).abs()
+    weights = torch.sigmoid((full_length / 2 - TILE_MARGIN - distance) / TILE_SLOPE)
+    return weights.narrow(0, full_length // 2 - length // 2, length).to(device, torch.float32)
 
 
 @lru_cache(maxsize=16)

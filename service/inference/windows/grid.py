@@ -20,6 +20,12 @@ Box = tuple[int, slice, slice, slice, slice]
 MAX_SKIPPED_SLAB_BYTES = 2**26
 
 
+# With "cellpose", planes are padded to a multiple of this length, with at least half of it on each side.
+PLANE_PADDING = 16
+PLANE_ORIENTATIONS: tuple[Size, Size, Size] = ((0, 1, 2), (1, 0, 2), (2, 0, 1))
+"""Orientations of planes: the axis (0 for z) across the planes, and the axes of their rows and columns."""
+
+
 class AxisOverlap(NamedTuple):
     """Overlap of a window with its two neighbors along one axis.
 
@@ -79,12 +85,17 @@ class Grid:
     def cover(cls, size: Size, window_size: Size, overlap: float, tiling: Tiling = MONAI_TILING) -> Grid:
         """Return the window positions for this overlap, a fraction of the window (0 <= overlap < 1)."""
         aligned_size = round_up(size, tiling.alignment)
-        padding = [max(length - n, 0) for length, n in zip(window_size, aligned_size, strict=True)]
-        padded_size = as_size([length + pad_length for length, pad_length in zip(aligned_size, padding, strict=True)])
+        min_size = _pad_planes(size) if tiling.name == "cellpose" else aligned_size
+        padded_size = as_size([max(pair) for pair in zip(window_size, min_size, strict=True)])
+        padding = [padded_length - n for padded_length, n in zip(padded_size, aligned_size, strict=True)]
         compute_starts = _START_FUNCTIONS[tiling.name]
+        # Tiles of Cellpose do not overlap across planes.
+        overlaps = (0.0 if tiling.name == "cellpose" else overlap, overlap, overlap)
         z, y, x = (
-            tuple(start * n for start in compute_starts(length // n, window_length // n, overlap))
-            for length, window_length, n in zip(padded_size, window_size, tiling.alignment, strict=True)
+            tuple(start * n for start in compute_starts(length // n, window_length // n, axis_overlap))
+            for length, window_length, n, axis_overlap in zip(
+                padded_size, window_size, tiling.alignment, overlaps, strict=True
+            )
         )
         pad_before = [pad_length // 2 // n * n for pad_length, n in zip(padding, tiling.alignment, strict=True)]
         return cls(size, window_size, as_size(pad_before), padded_size, (z, y, x), aligned_size)
@@ -196,10 +207,41 @@ def _compute_even_starts_with_overlap(length: int, window_length: int, overlap: 
     return tuple(index * last // max(count, 1) for index in range(count + 1))
 
 
+def _compute_tile_starts(length: int, window_length: int, overlap: float) -> tuple[int, ...]:
+    """Return evenly spaced starts, rounded down. Source: `make_tiles` in Cellpose."""
+    if length <= window_length:
+        return (0,)
+    count = math.ceil((1 + 2 * overlap) * length / window_length)
+    last, intervals = length - window_length, max(count - 1, 1)
+    return tuple(int(last / intervals * index) if index < intervals else last for index in range(intervals + 1))
+
+
+def _pad_planes(size: Size) -> Size:
+    """Return the size of a stack whose planes are padded as in `get_pad_yx` in Cellpose."""
+    z, y, x = size
+    _, padded_y, padded_x = round_up((1, y, x), (1, PLANE_PADDING, PLANE_PADDING))
+    return z, padded_y + PLANE_PADDING, padded_x + PLANE_PADDING
+
+
+def fit_tile(size: Size, window_size: Size) -> Size:
+    """Return the tile for a stack of planes with this `size` (planes, rows, columns): a padded plane, if it is smaller.
+
+    The style of Cellpose's network is a mean over the tile, so the tile must not contain additional padding.
+    """
+    return as_size([window_size[0], *map(min, window_size[1:], _pad_planes(size)[1:])])
+
+
+def cover_planes(size: Size, window_size: Size, overlap: float) -> list[Grid]:
+    """Return the tiles of the planes of each orientation in a volume of `size` (Z, Y, X)."""
+    sizes = [as_size([size[axis] for axis in axes]) for axes in PLANE_ORIENTATIONS]
+    return [Grid.cover(rotated, fit_tile(rotated, window_size), overlap, Tiling("cellpose")) for rotated in sizes]
+
+
 _START_FUNCTIONS: dict[TilingName, Callable[[int, int, float], tuple[int, ...]]] = {
     "monai": _compute_starts,
     "nnunet": _compute_even_starts,
     "stardist": _compute_even_starts_with_overlap,
+    "cellpose": _compute_tile_starts,
 }
 
 

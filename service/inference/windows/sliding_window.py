@@ -138,6 +138,13 @@ class SlidingWindow:
         other.network, other.accepts_partial_batches, other.owns_scores = network, accepts_partial_batches, owns_scores
         return other
 
+    def with_size(self, roi: Size, network: Network) -> SlidingWindow:
+        """Return a copy with its own batch buffers for another window size, which `network` must accept."""
+        other = self.with_network(network)
+        other._roi, shape = roi, (*self.batch.shape[:2], *roi)
+        other._streams = tuple(StreamBuffer(batch.new_zeros(shape)) for batch in self.batches)
+        return other
+
     def with_capacity(self, batch_size: int) -> SlidingWindow:
         """Return a copy that processes up to `batch_size` windows per call. The network must accept such batches."""
         other = copy.copy(self)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from service.core.errors import BrokenModel
 from service.models.architectures import nnunet, pytorch3dunet
+from service.models.architectures.cellpose import CellposeNet
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.architectures.stardist import StarDistResNet, StarDistUNet
 from service.models.spec import Architecture
@@ -39,6 +40,7 @@ MONAI_NETWORKS = (
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
     **{name: _make_monai_constructor(name) for name in MONAI_NETWORKS},
+    "CellposeNet": CellposeNet,
     "StarDistUNet": StarDistUNet,
     "StarDistResNet": StarDistResNet,
     **nnunet.CONSTRUCTORS,

@@ -26,7 +26,7 @@ from service.models.importers.archives import unpack
 from service.models.importers.checkpoint import fit_tensors, list_other_tensors, read_checkpoint
 from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.importers.monai import bundle
-from service.models.importers.programs import nnunet, panseg_export, plantseg, stardist
+from service.models.importers.programs import cellpose, nnunet, panseg_export, plantseg, stardist
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import Architecture, ModelSpec
@@ -78,6 +78,9 @@ def _read_draft(path: Path) -> Iterator[Draft]:
     """Yield the draft of a package. Files of the draft may exist only within the context. Raises UnsupportedPackage."""
     if not path.exists():
         raise UnsupportedPackage(f"{path} does not exist.")
+    if cellpose.is_supported(path):
+        yield _read_with(cellpose.read_file, path)
+        return
     if single_file.is_supported(path):
         yield single_file.read(path)
         return
@@ -91,8 +94,8 @@ def _read_draft(path: Path) -> Iterator[Draft]:
             raise UnsupportedPackage(
                 f"{path} is neither a bioimage.io package (rdf.yaml, bioimageio.yaml) nor a MONAI bundle "
                 "(configs/metadata.json) nor a model of nnU-Net (plans.json), PlantSeg (best_checkpoint.pytorch) or "
-                "StarDist (config.json, weights_best.h5). TorchScript, torch.export and ONNX models are imported as "
-                "single files."
+                "StarDist (config.json, weights_best.h5). Models of Cellpose, TorchScript, torch.export and ONNX are "
+                "imported as single files."
             )
         yield _read_with(readers[0], root, path.name)
 
