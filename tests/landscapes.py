@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
-from service.inference.cuda.watershed import DeviceWatershed
-from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
-from service.inference.decoding.watershed import Basins, Planes, Watershed, encode_foreground
-from service.inference.decoding.watershed_kernel import MIN_BLOCK_VOXELS, WatershedKernel, WatershedParameters
+from service.inference.cuda.watershed import merge_basins_on_device
+from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
+from service.inference.decoding.streaming import Planes, StreamingWatershed, TorchWatershed
+from service.inference.decoding.watershed import Basins, encode_foreground, find_basins
+from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]
@@ -34,19 +34,18 @@ def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> It
         yield landscape.narrow(int(along_y), low, high - low)
 
 
-def compute_basins(
-    heights: Array,
-    persistence: Persistence,
-    cuts: tuple[int, ...] = (),
-    block: int = MIN_BLOCK_VOXELS,
-    *,
-    along_y: bool = False,
-) -> Basins:
-    """Return the basins of heights [Z, Y, X], added in parts that begin at `cuts`. The background is -inf."""
-    watershed = Watershed(Planes(get_size(heights), CPU, along_y), persistence.compute_floors, block)
-    for part in split_heights(heights, cuts, along_y=along_y):
-        watershed.add(part, part > -torch.inf, encode_foreground(part))
-    return watershed.finish()
+def compute_basins(heights: Array, persistence: Persistence, block_planes: int = 1000) -> Basins:
+    """Return the basins of heights [Z, Y, X], computed in blocks of this number of planes. The background is -inf."""
+    landscape = torch.from_numpy(heights.astype(np.float32))
+    return find_basins(
+        *(landscape, landscape > -torch.inf, encode_foreground(landscape), persistence.compute_floors),
+        block_planes * count_plane_voxels(heights.shape),
+    )
+
+
+def count_plane_voxels(size: tuple[int, ...]) -> int:
+    """Return the number of voxels in a plane of a volume of `size` (Z, Y, X), including its margins."""
+    return (size[1] + 2) * (size[2] + 2)
 
 
 def decode_objects(
@@ -54,32 +53,39 @@ def decode_objects(
     persistence: float = 0.0,
     minimum_size: int = 0,
     cuts: tuple[int, ...] = (),
-    block: int = MIN_BLOCK_VOXELS,
+    block_planes: int = 1000,
     kernel: WatershedKernel | None = None,
     *,
+    threads: int = 1,
     along_y: bool = False,
     logits: bool = False,
     drop_border: bool = False,
-    whole: bool = False,
+    on_device: bool = False,
 ) -> tuple[Array, Objects]:
     """Return labels and objects of heights [Z, Y, X]. The background is -inf.
 
     The heights are also used as the foreground scores.
 
-    cuts    planes or rows at which the heights are split into parts
-    kernel  the C++ kernel; None: the implementation in torch
-    whole   start the watershed in torch only after all parts have been added
+    cuts          planes or rows at which the heights are split into parts
+    block_planes  number of planes that are processed together
+    kernel        the C++ kernel; None: the implementation in torch
+    threads       number of threads of the C++ kernel
+    on_device     merge basins in torch as on a GPU
     """
     persistence = Persistence(persistence, logits)
     size, threshold = get_size(heights), -np.inf
     watershed: StreamingWatershed
     if kernel is None:
-        torch_watershed = DeviceWatershed if whole else TorchWatershed
-        watershed = torch_watershed(Planes(size, CPU, along_y), threshold, persistence, block)
-    else:
-        watershed = kernel.start(
-            size, WatershedParameters(threshold, persistence.depth, logits), along_y=along_y, block_voxels=block
+        watershed = TorchWatershed(
+            Planes(size, CPU, along_y),
+            threshold,
+            persistence,
+            block_voxels=block_planes * count_plane_voxels(size),
+            merge=merge_basins_on_device if on_device else merge_shallow_basins,
         )
+    else:
+        parameters = WatershedParameters(threshold, persistence.depth, logits)
+        watershed = kernel.start(size, parameters, along_y=along_y, block_planes=block_planes, threads=threads)
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)
     return watershed.label_objects(minimum_size, drop_border=drop_border)

@@ -18,8 +18,8 @@ from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import counting, output
 from service.inference.blockwise.layout import Layout, choose_group_shape
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
-from service.inference.decoding.block_kernel import block_kernel
 from service.inference.decoding.postprocessing import apply_postprocessing
+from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.estimator import Estimator
 from service.models.spec import ModelSpec
@@ -279,8 +279,8 @@ def _check_decoding(decoding: object, output: str) -> None:
             parameter="fill_holes",
             suggested={"fill_holes": "false"},
         )
-    if not block_kernel.is_available:
-        raise BadParameter(f"Block-wise segmentation with output=labels is not available: {block_kernel.problem}.")
+    if not watershed_kernel.is_available:
+        raise BadParameter(f"Block-wise segmentation with output=labels is not available: {watershed_kernel.problem}.")
 
 
 def _make_stamp(source: Path) -> str:

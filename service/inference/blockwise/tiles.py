@@ -17,12 +17,11 @@ from service.formats.npy_nifti import compress_array, decompress_array
 from service.inference.blockwise.layout import Box, get_first_voxel, get_lengths, to_slices
 from service.inference.blockwise.window_scores import GroupScores, list_window_positions
 from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.block_kernel import Block, block_kernel
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
 from service.inference.decoding.streaming import logit, select_foreground_logits
-from service.inference.decoding.watershed_kernel import WatershedParameters
+from service.inference.decoding.watershed_kernel import Block, WatershedParameters, watershed_kernel
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
 
@@ -167,7 +166,7 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
     persistence = Persistence.of_model(spec, decoding)
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.heights_are_logits)
-    block_pieces = block_kernel.find_pieces(
+    block_pieces = watershed_kernel.find_pieces(
         Block(get_lengths(tile), get_first_voxel(tile), layout.size),
         heights[margin_slices],
         foreground[margin_slices],

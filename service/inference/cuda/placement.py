@@ -10,8 +10,9 @@ import torch
 from service.core.hardware.devices import Driver
 from service.core.types import Volume
 from service.inference.cuda.device_image import DeviceImage, UploadedVolume
-from service.inference.cuda.watershed import DeviceWatershed
+from service.inference.cuda.watershed import merge_basins_on_device
 from service.inference.decoding.decoders import Decoder, HostDecoder
+from service.inference.decoding.streaming import TorchWatershed
 from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.preprocessing.resample import ResampledImage
 from service.inference.types import Plan
@@ -48,5 +49,5 @@ class DevicePlacement:
         return (
             partial(HostDecoder, create_decoder)
             if plan.decode_on_host
-            else partial(create_decoder, start_watershed=DeviceWatershed)
+            else partial(create_decoder, start_watershed=partial(TorchWatershed, merge=merge_basins_on_device))
         )

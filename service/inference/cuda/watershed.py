@@ -1,4 +1,4 @@
-"""Watershed in a device's own memory. It processes many planes at a time, because synchronization takes time."""
+"""Watershed in a device's own memory: merging of basins, and an estimate of the memory."""
 
 from __future__ import annotations
 
@@ -10,61 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Size
-from service.core.types import Objects
 from service.inference.decoding.basin_merging import Persistence, ShallowPasses, find_shallow_passes, join_basins
-from service.inference.decoding.labels import label_basins
-from service.inference.decoding.streaming import compute_foreground_mask
-from service.inference.decoding.watershed import Basins, Planes, Watershed, encode_foreground
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
-
-# Maximum number of voxels in one block on the device, including margins around each plane. Each voxel needs 36 bytes.
-MAX_BLOCK_VOXELS = 2**26
-
-# Number of voxels whose neighbors are inspected in one operation on the device.
-NEIGHBOR_BATCH_VOXELS = 2**18
-
-
-class DeviceWatershed:
-    """Variant of `StreamingWatershed` that collects all planes on their device, and then processes large blocks.
-
-    The host waits for the device a few times per block of up to `block_voxels` voxels, and while basins are merged. The
-    number of parts in which the planes arrive does not affect how often the host waits.
-    """
-
-    def __init__(
-        self, planes: Planes, threshold: float, persistence: Persistence, block_voxels: int = MAX_BLOCK_VOXELS
-    ) -> None:
-        size, device, along_y = planes
-        self._threshold, self._persistence, self._planes = threshold, persistence, planes
-        self._block_voxels, self._axis, self._num_collected = block_voxels, int(along_y), 0
-        self._heights = torch.empty(size, device=device)
-        self._foreground = torch.empty(size, dtype=torch.bool, device=device)
-        self._codes = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def add(self, heights: Tensor, foreground: Tensor) -> None:
-        num_planes = heights.shape[self._axis]
-        parts = (
-            (self._heights, heights),
-            (self._foreground, compute_foreground_mask(foreground, self._threshold)),
-            (self._codes, encode_foreground(foreground)),
-        )
-        for target, part in parts:
-            target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
-        self._num_collected += num_planes
-
-    def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
-    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        # All planes have been collected, so they can be added along z.
-        planes = self._planes._replace(along_y=False)
-        watershed = Watershed(planes, self._persistence.compute_floors, self._block_voxels, NEIGHBOR_BATCH_VOXELS)
-        watershed.add(self._heights, self._foreground, self._codes)
-        basins = watershed.finish()
-        del watershed, self._heights, self._foreground, self._codes
-        merge = merge_basins_on_device
-        return label_basins(
-            basins, self._persistence, minimum_size, drop_border=drop_border, object_filter=object_filter, merge=merge
-        )
+from service.inference.decoding.watershed import MAX_BLOCK_VOXELS, NEIGHBOR_BATCH_VOXELS, Basins
 
 
 def estimate_watershed_bytes(size: Size) -> int:

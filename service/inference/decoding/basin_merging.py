@@ -6,6 +6,7 @@ A pass is the highest point on the border between two basins, that is, the saddl
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -57,6 +58,10 @@ class Persistence(NamedTuple):
         if self.heights_are_logits:
             floors = torch.logit(floors.clamp(0, 1))
         return (floors - 1e-5 * floors.abs()).float()
+
+
+MergeFunction = Callable[["Basins", Persistence], NDArray[np.int64]]
+"""Function that returns the object of every basin, int64 [R], numbered from 0."""
 
 
 def merge_shallow_basins(basins: Basins, persistence: Persistence) -> NDArray[np.int64]:

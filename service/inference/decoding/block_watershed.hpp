@@ -1,196 +1,308 @@
-// Watershed of one block of a height map. The other blocks are computed elsewhere or at a different time.
+// Watershed of the blocks of a height map. Each block is processed in parallel.
 //
-// Paths are the same as in `streaming_watershed.hpp`: they depend only on heights and on positions in the whole volume. A
-// path that leaves the block ends at the first voxel outside the block. This voxel gets one piece number in this block, and
-// another number in the block that contains it.
+// Paths of steepest ascent depend only on heights and on positions in the whole volume, so they do not depend on how the
+// volume is divided. A path that leaves the block ends at the first voxel outside it. If the piece of this voxel is known, the
+// path continues there. Otherwise, the voxel gets a piece, which has to be linked to the piece that the voxel gets in its own
+// block. `VolumeWatershed` and `service/inference/blockwise/join.py` do this.
 
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "height_keys.hpp"
 #include "passes.hpp"
+#include "thread_pool.hpp"
 
 namespace {
 
+// The end of paths in one block, and the piece of all voxels whose paths end there.
+struct Piece {
+  int64_t position;       // flat index of the end in the volume
+  int32_t key;            // key of the end
+  int32_t limit;          // passes with lower keys are irrelevant to the piece
+  int64_t voxels = 0;     // number of voxels
+  int64_t foreground = 0; // sum of their foreground probabilities, times `PROBABILITY_ONE`
+};
+
+// The arrays of a block are padded by one voxel on every side, for neighbors in other blocks. While a block is processed, a
+// negative number in `pieces_` is the complement of the position of the voxel's highest neighbor. Pieces are final once they
+// are positive, so threads can read the pieces of any voxel while other threads follow paths.
 class BlockWatershed {
 public:
-  // size     size of the block, [Z, Y, X]
-  // origin   position of the first voxel of the block in the volume
-  // volume   size of the volume
-  // margins  whether there is a voxel before and after the block along each axis, [Z, Y, X] x 2
-  // heights, foreground  values of the voxels in the block and in these margins
-  // pieces   output [Z, Y, X]: 0 for background, else the number of a piece, from 1
-  BlockWatershed(const int64_t *size, const int64_t *origin, const int64_t *volume, const int32_t *margins, float threshold,
-                 Persistence persistence, const Planes &heights, const Planes &foreground, int32_t *pieces)
-      : origin_{origin[0], origin[1], origin[2]}, volume_{volume[0], volume[1], volume[2]}, rows_(size[1] + 2),
-        width_(size[2] + 2), plane_(rows_ * width_), planes_(size[0] + 2), keys_(planes_ * plane_), pieces_(planes_ * plane_),
-        positions_(size[0] * size[1] * size[2] + 16), scores_(planes_ * plane_), persistence_(persistence) {
-    std::fill_n(keys_.get(), planes_ * plane_, BACKGROUND_KEY);
-    std::fill_n(pieces_.get(), planes_ * plane_, UNREACHED);
-    fill(size, margins, threshold, heights, foreground);
-    list_foreground_voxels();
-    trace_paths();
-    follow_paths();
-    find_passes();
-    for (int64_t z = 1; z < planes_ - 1; ++z)
-      for (int64_t y = 1; y < rows_ - 1; ++y, pieces += width_ - 2)
-        std::copy_n(pieces_.get() + z * plane_ + y * width_ + 1, width_ - 2, pieces);
+  BlockWatershed(const Index &volume, const Persistence &persistence, int threads)
+      : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY, 0}} {}
+
+  // Adds the pieces of the voxels in `box`, and the passes between them.
+  //
+  // write_row  function that writes the keys and score codes of voxels: (first voxel, count, keys, codes)
+  // pieces     pieces of the whole volume [Z, Y, X]: 0 for voxels that have not been processed. The pieces of the box are
+  //            written. If null, no pieces are known.
+  template <typename WriteRow> void add(const Box &box, const WriteRow &write_row, int32_t *pieces) {
+    box_ = box;
+    rows_ = box.length(1) + 2, width_ = box.length(2) + 2, plane_ = rows_ * width_, planes_ = box.length(0) + 2;
+    for (Buffer<int32_t> *const buffer : {&keys_, &pieces_, &positions_})
+      buffer->resize(planes_ * plane_ + 16);
+    codes_.resize(planes_ * plane_);
+    run(planes_, [&](int64_t z, int) { fill_plane(z, write_row, pieces); });
+    // More parts than threads, because their numbers of foreground voxels differ.
+    const int64_t parts = threads_ == 1 ? 1 : std::min<int64_t>(planes_ - 2, 4 * threads_);
+    parts_.resize(parts);
+    maxima_.resize(4 * plane_ * threads_);
+    run(parts, [&](int64_t part, int worker) { trace_paths(part, worker); });
+    const int64_t first_piece = add_pieces();
+    run(parts, [&](int64_t part, int) { set_limits(first_piece, part); });
+    run(parts, [&](int64_t part, int) { follow_paths(part); });
+    run(parts, [&](int64_t part, int worker) { find_passes(part, worker); });
+    collect_passes();
+    if (pieces)
+      write_pieces(pieces + get_position(plane_ + width_ + 1), volume_[1] * volume_[2], volume_[2]);
   }
 
-  // Pieces by number, from 1.
-  const std::vector<Piece> &pieces() const { return piece_ends_; }
-
-  // The highest pass of each pair of pieces: the two numbers and the key.
-  const std::vector<std::array<int32_t, 3>> &passes() const { return piece_passes_; }
-
-private:
-  // Marks a voxel outside the block that no path has reached yet.
-  static constexpr int32_t UNREACHED = INT32_MIN;
-
-  void fill(const int64_t *size, const int32_t *margins, float threshold, const Planes &heights, const Planes &foreground) {
-    const auto fill_typed = [&](auto height, auto mask) {
-      const auto *const height_data = static_cast<const decltype(height) *>(heights.data);
-      const auto *const foreground_data = static_cast<const decltype(mask) *>(foreground.data);
-      const int64_t lengths[] = {size[0] + margins[0] + margins[1], size[1] + margins[2] + margins[3],
-                                 size[2] + margins[4] + margins[5]};
-      for (int64_t z = 0; z < lengths[0]; ++z)
-        for (int64_t y = 0; y < lengths[1]; ++y) {
-          const int64_t position = (z + 1 - margins[0]) * plane_ + (y + 1 - margins[2]) * width_ + 1 - margins[4];
-          // Positions in the volume with its padding; the first voxel is at 1 along each axis.
-          const int64_t plane = origin_[0] - margins[0] + z + 1, row = origin_[1] - margins[2] + y + 1,
-                        first = origin_[2] - margins[4] + 1;
-          const int32_t row_code = static_cast<int32_t>(9 * (plane % 3) + 3 * (row % 3));
-          for (int64_t x = 0; x < lengths[2]; ++x) {
-            const auto *const score =
-                foreground_data + z * foreground.strides[0] + y * foreground.strides[1] + x * foreground.strides[2];
-            if (is_above(score, threshold))
-              keys_.get()[position + x] =
-                  key_of(load_one(height_data + z * heights.strides[0] + y * heights.strides[1] + x * heights.strides[2])) +
-                  row_code + static_cast<int32_t>((first + x) % 3);
-            scores_.get()[position + x] = code_of(score);
-          }
-        }
-    };
-    if (foreground.kind == 2)
-      heights.kind ? fill_typed(Bfloat16{}, uint8_t{}) : fill_typed(float{}, uint8_t{});
-    else if (foreground.kind == 1)
-      heights.kind ? fill_typed(Bfloat16{}, Bfloat16{}) : fill_typed(float{}, Bfloat16{});
-    else
-      heights.kind ? fill_typed(Bfloat16{}, float{}) : fill_typed(float{}, float{});
-  }
-
-  void list_foreground_voxels() {
-    for (int64_t z = 1; z < planes_ - 1; ++z)
-      for (int64_t y = 1; y < rows_ - 1; ++y) {
-        const int64_t row = z * plane_ + y * width_;
-        std::fill_n(pieces_.get() + row + 1, width_ - 2, 0);
-        count_ = list_foreground(keys_.get(), row + 1, row + width_ - 1, positions_.get(), count_);
+  // Writes the pieces of the box with the given steps between planes and rows; 0 is the background.
+  void write_pieces(int32_t *out, int64_t plane_step, int64_t row_step) const {
+    run(planes_ - 2, [&](int64_t z, int) {
+      for (int64_t y = 0; y < rows_ - 2; ++y) {
+        const int64_t row = (z + 1) * plane_ + (y + 1) * width_ + 1;
+        const int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
+        int32_t *const to = out + z * plane_step + y * row_step;
+        for (int64_t x = 0; x < width_ - 2; ++x)
+          to[x] = keys[x] == BACKGROUND_KEY ? 0 : pieces[x];
       }
-  }
-
-  // Returns the step along one axis from a voxel to its neighbor, given their position codes.
-  static int64_t step(int from, int to, int64_t weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
-
-  int32_t add_piece(int64_t position) {
-    const int64_t z = position / plane_, y = position % plane_ / width_, x = position % width_;
-    const int64_t global_position = ((origin_[0] + z - 1) * volume_[1] + origin_[1] + y - 1) * volume_[2] + origin_[2] + x - 1;
-    piece_ends_.push_back({global_position, 0, keys_.get()[position]});
-    return pieces_.get()[position] = static_cast<int32_t>(piece_ends_.size());
-  }
-
-  void trace_paths() {
-    std::array<int32_t, NUM_CODES * NUM_CODES> steps;
-    for (int from = 0; from < NUM_CODES; ++from)
-      for (int to = 0; to < NUM_CODES; ++to)
-        steps[from * NUM_CODES + to] =
-            static_cast<int32_t>(step(from, to, 9) * plane_ + step(from, to, 3) * width_ + step(from, to, 1));
-    Pages<int32_t> scratch(4 * plane_);
-    int32_t *const along_x = scratch.get() + 3 * plane_;
-    const int32_t *const keys = keys_.get();
-    int32_t *const pieces = pieces_.get();
-    const auto prepare = [&](int64_t z) {
-      max_filter_plane(keys + z * plane_, plane_, width_, along_x, scratch.get() + z % 3 * plane_);
-    };
-    prepare(0), prepare(1);
-    int64_t n = 0;
-    for (int64_t z = 1; z < planes_ - 1; ++z) {
-      prepare(z + 1);
-      for (; n < count_ && positions_.get()[n] < (z + 1) * plane_; ++n) {
-        const int32_t position = positions_.get()[n];
-        const int32_t *const maxima = scratch.get() + (position - z * plane_);
-        const int32_t highest = highest_of(maxima[0], maxima[plane_], maxima[2 * plane_]);
-        const int32_t target = position + steps[(keys[position] & POSITION_BITS) << 5 | (highest & POSITION_BITS)];
-        if (target == position || pieces[target] == UNREACHED)
-          pieces[position] = add_piece(target);
-        else
-          // A target that has been visited may already have its piece; the piece of any other target is still zero.
-          pieces[position] = pieces[target] > 0 ? pieces[target] : ~target;
-      }
-    }
-  }
-
-  // Follows every path to its end, and counts the voxels of each piece.
-  void follow_paths() {
-    int32_t *const pieces = pieces_.get();
-    const std::array<int32_t, 256> &probability = probabilities();
-    for (int64_t n = count_ - 1; n >= 0; --n) {
-      const int32_t start = positions_.get()[n];
-      int32_t end = start;
-      while (pieces[end] < 0)
-        end = ~pieces[end];
-      const int32_t piece = pieces[end];
-      for (int32_t voxel = start; pieces[voxel] < 0;) {
-        const int32_t next = ~pieces[voxel];
-        pieces[voxel] = piece;
-        voxel = next;
-      }
-      Piece &piece_end = piece_ends_[piece - 1];
-      ++piece_end.voxels;
-      piece_end.foreground += probability[scores_.get()[start]];
-    }
-  }
-
-  // Finds passes between voxels near the peaks of pieces and neighbors that belong to other pieces.
-  void find_passes() {
-    std::vector<int32_t> limits;
-    for (const Piece &piece : piece_ends_)
-      limits.push_back(persistence_.lowest_pass_key(piece.key));
-    Passes passes;
-    const int32_t *const keys = keys_.get();
-    for (int64_t n = 0; n < count_; ++n) {
-      const int64_t voxel = positions_.get()[n];
-      const int32_t piece = pieces_.get()[voxel], key = keys[voxel], limit = limits[piece - 1];
-      if (key < limit)
-        continue;
-      for (int64_t z = -plane_; z <= plane_; z += plane_)
-        for (int64_t y = -width_; y <= width_; y += width_)
-          for (int64_t x = -1; x <= 1; ++x) {
-            const int64_t neighbor = voxel + z + y + x;
-            const int32_t height = keys[neighbor];
-            if (height < limit || pieces_.get()[neighbor] == piece)
-              continue;
-            const int32_t other = pieces_.get()[neighbor] == UNREACHED ? add_piece(neighbor) : pieces_.get()[neighbor];
-            passes.add(piece, other, std::min(key, height));
-          }
-    }
-    passes.visit_all([this](int64_t first, int64_t second, int32_t key) {
-      piece_passes_.push_back({static_cast<int32_t>(first), static_cast<int32_t>(second), key});
     });
   }
 
-  const std::array<int64_t, 3> origin_, volume_;
-  const int64_t rows_, width_, plane_, planes_;
-  Pages<int32_t> keys_, pieces_, positions_;
-  Pages<uint8_t> scores_;
+  // Pieces by number, from 1.
+  const std::vector<Piece> &ends() const { return ends_; }
+
+  // Passes between pairs of pieces. A pair may occur several times.
+  std::vector<Pass> &passes() { return passes_; }
+
+private:
+  // Marks a voxel outside the block whose piece is not known.
+  static constexpr int32_t UNKNOWN = INT32_MIN;
+
+  // Consecutive planes of the block, which one thread processes.
+  struct Part {
+    int64_t first, count, first_near_peak;    // foreground voxels: a range of `positions_`
+    std::vector<int32_t> maxima, exits;       // positions of maxima, and of voxels outside the block where paths end
+  };
+
+  template <typename Work> void run(int64_t count, Work &&work) const {
+    ThreadPool::get().run(threads_, count, std::forward<Work>(work));
+  }
+
+  bool is_outside(int64_t z, int64_t y) const { return z == 0 || z == planes_ - 1 || y == 0 || y == rows_ - 1; }
+
+  // Writes the keys and codes of a plane. Voxels outside the volume are background.
+  template <typename WriteRow> void fill_plane(int64_t z, const WriteRow &write_row, const int32_t *known_pieces) {
+    const int64_t first = std::max(box_.first[2] - 1, int64_t(0)), end = std::min(box_.end[2] + 1, volume_[2]);
+    const int64_t skipped = first - (box_.first[2] - 1);
+    for (int64_t y = 0; y < rows_; ++y) {
+      const Index voxel = {box_.first[0] + z - 1, box_.first[1] + y - 1, first};
+      const int64_t row = z * plane_ + y * width_;
+      int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
+      keys[0] = keys[width_ - 1] = BACKGROUND_KEY;
+      pieces[0] = pieces[width_ - 1] = UNKNOWN;
+      if (is_outside(z, y))
+        std::fill_n(pieces, width_, UNKNOWN);
+      if (voxel[0] < 0 || voxel[0] >= volume_[0] || voxel[1] < 0 || voxel[1] >= volume_[1]) {
+        std::fill_n(keys, width_, BACKGROUND_KEY);
+        continue;
+      }
+      write_row(voxel, end - first, keys + skipped, codes_.get() + row + skipped);
+      if (known_pieces && is_outside(z, y)) {
+        const int32_t *const known = known_pieces + get_position(row + skipped);
+        for (int64_t x = 0; x < end - first; ++x)
+          pieces[skipped + x] = known[x] ? known[x] : UNKNOWN;
+      }
+    }
+  }
+
+  // Returns the flat index in the volume of a position in the padded block.
+  int64_t get_position(int64_t position) const {
+    const int64_t z = box_.first[0] + position / plane_ - 1, y = box_.first[1] + position % plane_ / width_ - 1,
+                  x = box_.first[2] + position % width_ - 1;
+    return (z * volume_[1] + y) * volume_[2] + x;
+  }
+
+  // Finds the highest neighbor of each foreground voxel.
+  void trace_paths(int64_t number, int worker) {
+    Part &part = parts_[number];
+    part.maxima.clear(), part.exits.clear();
+    const int64_t planes = planes_ - 2, parts = static_cast<int64_t>(parts_.size());
+    const int64_t first = 1 + planes * number / parts, end = 1 + planes * (number + 1) / parts;
+    part.first = first * plane_, part.count = 0;
+    const bool is_cut_along_x = box_.first[2] > 0 || box_.end[2] < volume_[2];
+    const int32_t *const keys = keys_.get();
+    int32_t *const maxima = maxima_.get() + worker * 4 * plane_;
+    const auto find_maxima = [&](int64_t z) {
+      max_filter_plane(keys + z * plane_, plane_, width_, maxima + 3 * plane_, maxima + z % 3 * plane_);
+    };
+    const Steps steps(plane_, width_);
+    find_maxima(first - 1), find_maxima(first);
+    for (int64_t z = first; z < end; ++z) {
+      find_maxima(z + 1);
+      for (int64_t y = 1; y < rows_ - 1; ++y) {
+        const bool is_at_face = is_cut_along_x || is_outside(z - 1, y - 1) || is_outside(z + 1, y + 1);
+        trace_row(part, steps, maxima, z, y, is_at_face);
+      }
+    }
+  }
+
+  void trace_row(Part &part, const Steps &steps, const int32_t *maxima, int64_t z, int64_t y, bool is_at_face) {
+    const int32_t *const keys = keys_.get();
+    int32_t *const pieces = pieces_.get(), *const positions = positions_.get() + part.first;
+    const int64_t row = z * plane_ + y * width_;
+    int64_t n = part.count;
+    part.count = list_foreground(keys, row + 1, row + width_ - 1, positions, n);
+    for (; n < part.count; ++n) {
+      const int32_t position = positions[n];
+      const int32_t *const highest = maxima + (position - z * plane_);
+      const int32_t target =
+          position + steps.between(keys[position], highest_of(highest[0], highest[plane_], highest[2 * plane_]));
+      pieces[position] = ~target;
+      if (target == position)
+        part.maxima.push_back(position);
+      else if (is_at_face && is_outside(target))
+        part.exits.push_back(target);
+    }
+  }
+
+  bool is_outside(int64_t position) const {
+    const int64_t x = position % width_;
+    return x == 0 || x == width_ - 1 || is_outside(position / plane_, position % plane_ / width_);
+  }
+
+  // Adds a piece for each end of a path; returns the number of the first one.
+  int64_t add_pieces() {
+    const int64_t first_piece = static_cast<int64_t>(ends_.size());
+    for (const Part &part : parts_) {
+      for (const int32_t position : part.maxima)
+        add_piece(position);
+      for (const int32_t position : part.exits)
+        if (pieces_.get()[position] == UNKNOWN)
+          add_piece(position);
+    }
+    return first_piece;
+  }
+
+  int32_t add_piece(int32_t position) {
+    const int32_t piece = static_cast<int32_t>(ends_.size());
+    ends_.push_back({get_position(position), keys_.get()[position], 0});
+    return pieces_.get()[position] = piece;
+  }
+
+  // Sets the limits of a part of the pieces from `first_piece`.
+  void set_limits(int64_t first_piece, int64_t part) {
+    const int64_t count = static_cast<int64_t>(ends_.size()) - first_piece, parts = static_cast<int64_t>(parts_.size());
+    for (int64_t piece = first_piece + count * part / parts; piece < first_piece + count * (part + 1) / parts; ++piece)
+      ends_[piece].limit = persistence_.lowest_pass_key(ends_[piece].key);
+  }
+
+  // Follows every path to its end, and adds up the voxels of each piece. Voxels near the peaks of their pieces are moved to
+  // the end of the list.
+  void follow_paths(int64_t number) {
+    Part &part = parts_[number];
+    int32_t *const pieces = pieces_.get(), *const positions = positions_.get() + part.first;
+    const int32_t *const keys = keys_.get();
+    const uint8_t *const codes = codes_.get();
+    const std::array<int32_t, 256> &probability = probabilities();
+    int32_t counted_piece = 0;
+    int64_t run = part.count, sum = 0, near_peak = part.count;
+    int32_t limit = 0;
+    // Add runs of voxels: incrementing one number for each voxel would stall the pipeline.
+    const auto add_run = [&](int64_t voxels) {
+      __atomic_fetch_add(&ends_[counted_piece].voxels, voxels, __ATOMIC_RELAXED);
+      __atomic_fetch_add(&ends_[counted_piece].foreground, sum, __ATOMIC_RELAXED);
+    };
+    // In reverse order, because most paths lead to voxels that have been visited then.
+    for (int64_t n = part.count - 1; n >= 0; --n) {
+      const int32_t voxel = positions[n];
+      int32_t piece = load(pieces + ~load_target(pieces + voxel, voxel));
+      if (piece < 0)
+        piece = follow(pieces, voxel);
+      store(pieces + voxel, piece);
+      if (piece != counted_piece) {
+        add_run(run - n - 1);
+        counted_piece = piece, run = n + 1, sum = 0, limit = ends_[piece].limit;
+      }
+      sum += probability[codes[voxel]];
+      // Branchless: the next voxel overwrites this one if it is not near the peak.
+      positions[near_peak - 1] = voxel;
+      near_peak -= keys[voxel] >= limit;
+    }
+    add_run(run);
+    part.first_near_peak = near_peak;
+  }
+
+  static int32_t load(const int32_t *piece) { return __atomic_load_n(piece, __ATOMIC_RELAXED); }
+  static void store(int32_t *piece, int32_t value) { __atomic_store_n(piece, value, __ATOMIC_RELAXED); }
+
+  // Returns the complement of the position to which a voxel leads, which is the voxel itself if its piece is known.
+  static int32_t load_target(const int32_t *piece, int32_t voxel) {
+    const int32_t entry = load(piece);
+    return entry < 0 ? entry : ~voxel;
+  }
+
+  // Returns the piece at the end of a path, and stores it for every voxel of the path.
+  static int32_t follow(int32_t *pieces, int32_t voxel) {
+    int32_t end = voxel, piece;
+    while ((piece = load(pieces + end)) < 0)
+      end = ~piece;
+    for (int32_t entry; (entry = load(pieces + voxel)) < 0; voxel = ~entry)
+      store(pieces + voxel, piece);
+    return piece;
+  }
+
+  // Finds passes between voxels near the peaks of pieces and neighbors that belong to other pieces.
+  void find_passes(int64_t number, int worker) {
+    std::array<int64_t, NUM_NEIGHBORS> offsets;
+    for (int i = 0, neighbor = 0; i < 27; ++i)
+      if (i != 13)
+        offsets[neighbor++] = (i / 9 - 1) * plane_ + (i / 3 % 3 - 1) * width_ + i % 3 - 1;
+    const Part &part = parts_[number];
+    PassTable &table = tables_[worker];
+    const int32_t *const keys = keys_.get(), *const pieces = pieces_.get();
+    for (int64_t n = part.first_near_peak; n < part.count; ++n) {
+      const int64_t voxel = positions_.get()[part.first + n];
+      const int32_t piece = pieces[voxel], key = keys[voxel], limit = ends_[piece].limit;
+      for (const int64_t offset : offsets) {
+        const int64_t neighbor = voxel + offset;
+        const int32_t other = pieces[neighbor], height = keys[neighbor];
+        if (other != piece && height >= limit)
+          // Positions are distinguished from pieces by their highest bit.
+          table.add(piece, other == UNKNOWN ? static_cast<uint32_t>(~neighbor) : other, std::min(key, height));
+      }
+    }
+  }
+
+  void collect_passes() {
+    for (PassTable &table : tables_)
+      table.move_to(passes_, [&](uint32_t piece_or_position) {
+        const int32_t piece = static_cast<int32_t>(piece_or_position);
+        if (piece > 0)
+          return piece;
+        const int32_t known_piece = pieces_.get()[~piece];
+        return known_piece == UNKNOWN ? add_piece(~piece) : known_piece;
+      });
+  }
+
+  const Index volume_;
   const Persistence persistence_;
-  int64_t count_ = 0;
-  std::vector<Piece> piece_ends_;
-  std::vector<std::array<int32_t, 3>> piece_passes_;
+  const int threads_;
+  Box box_;
+  int64_t rows_ = 0, width_ = 0, plane_ = 0, planes_ = 0;
+  Buffer<int32_t> keys_, pieces_, positions_, maxima_;
+  // Codes of the foreground scores, as returned by `code_of`.
+  Buffer<uint8_t> codes_;
+  std::vector<Part> parts_;
+  std::vector<PassTable> tables_;
+  std::vector<Piece> ends_;
+  std::vector<Pass> passes_;
 };
 
 } // namespace

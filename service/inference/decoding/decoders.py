@@ -22,7 +22,8 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import CancellationCheck, OutputKind, Segmentation, never_cancelled
 from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
-from service.inference.decoding.watershed_kernel import CPU, choose_block_voxels, watershed_kernel
+from service.inference.decoding.watershed import MAX_BLOCK_VOXELS
+from service.inference.decoding.watershed_kernel import CPU, choose_block_planes, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Classes, Flows, Instances, Regions, StarConvex
 
@@ -62,6 +63,7 @@ def make_decoder(  # noqa: PLR0913
     *,
     start_watershed: WatershedFactory | None = None,
     cancelled: CancellationCheck = never_cancelled,
+    threads: int = 1,
 ) -> Decoder:
     """Return the decoder for an output of this model.
 
@@ -69,10 +71,11 @@ def make_decoder(  # noqa: PLR0913
     allocate         creates the result array
     start_watershed  creates the watershed, as in `InstanceDecoder`
     cancelled        returns whether the request was canceled; called if decoding the last slab takes long
+    threads          maximum number of threads that detect objects on the CPU
     """
     decoding, num_outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
-        return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed)
+        return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed, threads=threads)
     if output == "labels" and isinstance(decoding, Boundaries | StarConvex | Flows):
         return _make_optional_decoder(spec, size, voxel_size, cancelled)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
@@ -148,18 +151,15 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
             4 * (4 + spec.decoding.rays.count) * voxels * CANDIDATE_FRACTION // math.prod(spec.tiling.step)
         )
         return DecodingMemory(int(2 * candidate_bytes + CHILD_PROCESS_BYTES + (4 + 4) * voxels))
-    # The kernel stores the key of every voxel in a block of planes and one plane on either side. It also stores the
-    # positions and targets of foreground voxels, which are at most about three quarters of the voxels, even in crowded
-    # stacks.
-    block_voxels = min(voxels, choose_block_voxels(size) + 2 * size[1] * size[2])
     if watershed_kernel.supports(CPU, size):
-        # Each voxel has a piece number, and a label of two bytes if there are up to 65535 objects. By measurement,
-        # pieces of dense tissues and the passes between them use two to four bytes per voxel, or six if peaks are
-        # unclear.
-        return DecodingMemory((4 + 3 * 8 // 4) * block_voxels + (4 + 2 + 4) * voxels)
-    # PyTorch needs about nine 32-bit arrays for a block, then pieces and labels. By measurement, the passes between
-    # crowded objects need two more bytes per voxel.
-    return DecodingMemory(36 * block_voxels + 8 * voxels)
+        # The kernel stores the key, the piece and the position of each voxel in a block. Each voxel of the volume has
+        # a piece number, and a label of two bytes if there are up to 65535 objects. By measurement, pieces of dense
+        # tissues and the passes between them use two to four bytes per voxel, or six if peaks are unclear.
+        block_voxels = min(voxels, (choose_block_planes(size) + 2) * size[1] * size[2])
+        return DecodingMemory(13 * block_voxels + (4 + 2 + 4) * voxels)
+    # PyTorch needs about nine 32-bit arrays for a block. Each voxel has a height, a mask, two codes, a piece and a
+    # label. By measurement, the passes between crowded objects need two more bytes per voxel.
+    return DecodingMemory(36 * min(voxels, MAX_BLOCK_VOXELS) + 18 * voxels)
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -14,6 +14,10 @@
 #include <memory>
 #include <new>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
@@ -23,9 +27,11 @@
 namespace {
 
 constexpr int32_t BACKGROUND_KEY = INT32_MIN;
-constexpr int32_t POSITION_BITS = 31;
-constexpr int NUM_CODES = 32;
+constexpr int POSITION_BIT_COUNT = 5;
+constexpr int NUM_CODES = 1 << POSITION_BIT_COUNT;
+constexpr int32_t POSITION_BITS = NUM_CODES - 1;
 constexpr int NUM_NEIGHBORS = 26;
+constexpr size_t HUGE_PAGE_BYTES = size_t(1) << 21;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *mask, float) { return *mask != 0; }
@@ -65,6 +71,24 @@ inline float height_of(int32_t key) {
   return height;
 }
 
+// Position codes of neighbors differ, so a pair of codes determines the step from a voxel to its neighbor.
+class Steps {
+public:
+  Steps(int64_t plane, int64_t width) {
+    for (int from = 0; from < NUM_CODES; ++from)
+      for (int to = 0; to < NUM_CODES; ++to)
+        steps_[from << POSITION_BIT_COUNT | to] =
+            static_cast<int32_t>(along(from, to, 9) * plane + along(from, to, 3) * width + along(from, to, 1));
+  }
+  int32_t between(int32_t key, int32_t neighbor) const {
+    return steps_[(key & POSITION_BITS) << POSITION_BIT_COUNT | (neighbor & POSITION_BITS)];
+  }
+
+private:
+  static int64_t along(int from, int to, int weight) { return (to / weight % 3 - from / weight % 3 + 4) % 3 - 1; }
+  std::array<int32_t, NUM_CODES * NUM_CODES> steps_;
+};
+
 inline int32_t highest_of(int32_t a, int32_t b, int32_t c) { return std::max(std::max(a, b), c); }
 
 // Writes for each voxel of one plane the highest key of the voxel and its 8 neighbors in the plane. Skips the padding.
@@ -96,21 +120,48 @@ inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, 
   return count;
 }
 
-// Memory whose pages are allocated when they are first written.
-template <typename T> class Pages {
+// Indices or lengths along (z, y, x).
+using Index = std::array<int64_t, 3>;
+
+// The voxels from `first` up to, but not including, `end`.
+struct Box {
+  Index first, end;
+  int64_t length(int axis) const { return end[axis] - first[axis]; }
+};
+
+struct Free {
+  void operator()(void *data) const { std::free(data); }
+};
+
+// Allocates uninitialized memory. Large arrays use huge pages: clearing many small pages would take as long as the watershed.
+inline void *allocate(size_t bytes) {
+  void *const data = bytes < HUGE_PAGE_BYTES
+                         ? std::malloc(bytes)
+                         : std::aligned_alloc(HUGE_PAGE_BYTES, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
+  if (!data)
+    throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  if (bytes >= HUGE_PAGE_BYTES)
+    madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+  return data;
+}
+
+// Uninitialized memory that grows if necessary. Growing discards the values.
+template <typename T> class Buffer {
 public:
-  explicit Pages(int64_t size, bool zeros = false)
-      : data_(static_cast<T *>(zeros ? std::calloc(size, sizeof(T)) : std::malloc(size * sizeof(T)))) {
-    if (!data_)
-      throw std::bad_alloc();
+  void resize(size_t size) {
+    if (size > size_) {
+      data_.reset(), size_ = 0;
+      data_.reset(static_cast<T *>(allocate(size * sizeof(T))));
+      size_ = size;
+    }
   }
   T *get() const { return data_.get(); }
 
 private:
-  struct Free {
-    void operator()(T *data) const { std::free(data); }
-  };
   std::unique_ptr<T, Free> data_;
+  size_t size_ = 0;
 };
 
 // `depth` is the minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance.
@@ -135,11 +186,68 @@ struct Persistence {
   }
 };
 
-// Values of some planes, with arbitrary strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
-struct Planes {
+// Values of the voxels of a box, with arbitrary strides. `kind` is 0 for float32, 1 for bfloat16 and 2 for bytes.
+struct Values {
   const void *data;
   int32_t kind;
   const int64_t *strides;
+};
+
+// Heights and foreground scores of the voxels in a box. A voxel is foreground if its score is above the threshold.
+class Scores {
+public:
+  Scores(const Values &heights, const Values &foreground, const Index &first, float threshold)
+      : heights_(heights), foreground_(foreground), first_(first), threshold_(threshold) {}
+
+  // Writes the keys and score codes of `count` voxels from `voxel` along x.
+  void write_row(const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) const {
+    if (heights_.kind)
+      write_heights(static_cast<const Bfloat16 *>(heights_.data), voxel, count, keys, codes);
+    else
+      write_heights(static_cast<const float *>(heights_.data), voxel, count, keys, codes);
+  }
+
+private:
+  template <typename Height>
+  void write_heights(const Height *heights, const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) const {
+    if (foreground_.kind == 0)
+      write(heights, static_cast<const float *>(foreground_.data), voxel, count, keys, codes);
+    else if (foreground_.kind == 1)
+      write(heights, static_cast<const Bfloat16 *>(foreground_.data), voxel, count, keys, codes);
+    else
+      write(heights, static_cast<const uint8_t *>(foreground_.data), voxel, count, keys, codes);
+  }
+
+  template <typename Height, typename Score>
+  void write(const Height *heights, const Score *scores, const Index &voxel, int64_t count, int32_t *keys,
+             uint8_t *codes) const {
+    for (int axis = 0; axis < 3; ++axis) {
+      heights += (voxel[axis] - first_[axis]) * heights_.strides[axis];
+      scores += (voxel[axis] - first_[axis]) * foreground_.strides[axis];
+    }
+    // The compiler vectorizes contiguous rows.
+    if (heights_.strides[2] == 1 && foreground_.strides[2] == 1)
+      write_values(heights, 1, scores, 1, voxel, count, keys, codes);
+    else
+      write_values(heights, heights_.strides[2], scores, foreground_.strides[2], voxel, count, keys, codes);
+  }
+
+  template <typename Height, typename Score>
+  void write_values(const Height *heights, int64_t step, const Score *scores, int64_t score_step, const Index &voxel,
+                    int64_t count, int32_t *__restrict keys, uint8_t *__restrict codes) const {
+    const int32_t row_code = static_cast<int32_t>(9 * ((voxel[0] + 1) % 3) + 3 * ((voxel[1] + 1) % 3));
+    const int32_t first = static_cast<int32_t>((voxel[2] + 1) % 3);
+    for (int32_t x = 0; x < static_cast<int32_t>(count); ++x) {
+      const int32_t key = key_of(load_one(heights + x * step)) + row_code + (first + x) % 3;
+      keys[x] = is_above(scores + x * score_step, threshold_) ? key : BACKGROUND_KEY;
+    }
+    for (int64_t x = 0; x < count; ++x)
+      codes[x] = code_of(scores + x * score_step);
+  }
+
+  const Values heights_, foreground_;
+  const Index first_;
+  const float threshold_;
 };
 
 } // namespace

@@ -19,8 +19,13 @@ from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, logit, select_foreground_logits
-from service.inference.decoding.watershed import Planes
+from service.inference.decoding.streaming import (
+    Planes,
+    StreamingWatershed,
+    TorchWatershed,
+    logit,
+    select_foreground_logits,
+)
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
@@ -38,6 +43,7 @@ class InstanceDecoder:
     It stores one int32 per voxel, and the distances of incomplete planes.
 
     start_watershed  creates the watershed; if None, the C++ kernel is used if it supports the volume, otherwise PyTorch
+    threads          maximum number of threads of the C++ kernel
     """
 
     def __init__(  # noqa: PLR0913
@@ -49,8 +55,9 @@ class InstanceDecoder:
         kernel: WatershedKernel = watershed_kernel,
         *,
         start_watershed: WatershedFactory | None = None,
+        threads: int = 1,
     ) -> None:
-        self._start_watershed = start_watershed
+        self._start_watershed, self._threads = start_watershed, threads
         self._spec, self._decoding, self._voxel_size, self._size = spec, decoding, voxel_size, size
         self._distance_channel = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
@@ -104,7 +111,7 @@ class InstanceDecoder:
                 parameters = WatershedParameters(
                     self._threshold, self._persistence.depth, self._persistence.heights_are_logits
                 )
-                self._watershed = self._kernel.start(self._size, parameters, along_y=along_y)
+                self._watershed = self._kernel.start(self._size, parameters, along_y=along_y, threads=self._threads)
             else:
                 self._watershed = TorchWatershed(planes, self._threshold, self._persistence)
         return self._watershed

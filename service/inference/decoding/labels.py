@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.engine.cuda.events import record_end
-from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
+from service.inference.decoding.basin_merging import MergeFunction, Persistence, merge_shallow_basins
 from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all_objects, number_objects
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def label_basins(  # noqa: PLR0913
     *,
     drop_border: bool = False,
     object_filter: ObjectFilter = keep_all_objects,
-    merge: Callable[[Basins, Persistence], NDArray[np.int64]] = merge_shallow_basins,
+    merge: MergeFunction = merge_shallow_basins,
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
 

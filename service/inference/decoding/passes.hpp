@@ -11,18 +11,9 @@
 
 namespace {
 
-// The end of paths in one block, and the piece of all voxels whose paths end there.
-struct Piece {
-  int64_t position;       // position of the end's highest neighbor, or of the end itself if it is a maximum
-  int32_t voxels;         // number of voxels
-  int32_t key;            // key at this position
-  int64_t foreground = 0; // sum of the foreground probabilities of its voxels, times `PROBABILITY_ONE`
-};
-
-// A pass from a voxel near the peak of a piece to a neighbor whose piece is not yet known.
-struct PendingPass {
-  int64_t position;
-  int32_t piece, key;
+// The highest pass between two pieces.
+struct Pass {
+  int32_t first, second, key;
 };
 
 template <typename Number> Number root_of(std::vector<Number> &parent, Number node) {
@@ -35,10 +26,10 @@ template <typename Number> Number root_of(std::vector<Number> &parent, Number no
 //
 // This is a hash table with open addressing and linear probing in contiguous memory. A table of nodes would be slow: while
 // the C library frees millions of nodes, it holds a lock that blocks other allocations for seconds.
-class Passes {
+class PassTable {
 public:
-  void add(int64_t piece_a, int64_t piece_b, int32_t key) {
-    const uint64_t pair = pair_of(piece_a, piece_b);
+  void add(uint32_t piece_a, uint32_t piece_b, int32_t key) {
+    const uint64_t pair = static_cast<uint64_t>(std::min(piece_a, piece_b)) << 32 | std::max(piece_a, piece_b);
     Entry &slot = recent_[hash(pair) >> (64 - SLOT_BITS)];
     if (slot.pair != pair) {
       flush(slot);
@@ -47,53 +38,17 @@ public:
     slot.key = std::max(slot.key, key);
   }
 
-  template <typename Visit> void visit_all(Visit visit) {
+  // Appends all passes to a list, and clears the table. `resolve` returns the final number of a piece.
+  template <typename Resolve> void move_to(std::vector<Pass> &passes, const Resolve &resolve) {
     for (Entry &slot : recent_)
       flush(slot);
-    for (const Entry &entry : highest_)
-      if (entry.pair)
-        visit(first_of(entry.pair), second_of(entry.pair), entry.key);
-  }
-
-  // Renumbers each pair by `rename`, which returns numbers below `count`, and removes redundant pairs. A pair is redundant if
-  // its numbers are equal, or if a chain of higher passes connects the same two pieces: either this chain merges the pieces,
-  // or they stay separate in any case. Passes are compared by the heights that `to_height` returns for their keys. At most
-  // about `count` pairs remain.
-  template <typename Rename, typename ToHeight> void prune(int64_t count, Rename rename, ToHeight to_height) {
-    std::vector<Entry> entries;
-    entries.reserve(count_ + recent_.size());
-    visit_all([&](int64_t piece_a, int64_t piece_b, int32_t key) {
-      const int64_t first = rename(piece_a), second = rename(piece_b);
-      if (first != second)
-        entries.push_back({pair_of(first, second), key});
-    });
-    *this = Passes();
-    std::sort(entries.begin(), entries.end(), [](const Entry &a, const Entry &b) { return a.key > b.key; });
-    std::vector<int32_t> parent(count);
-    std::iota(parent.begin(), parent.end(), 0);
-    const auto roots = [&](const Entry &pass) {
-      return std::pair(root_of(parent, first_of(pass.pair)), root_of(parent, second_of(pass.pair)));
-    };
-    for (size_t begin = 0, end; begin < entries.size(); begin = end) {
-      const auto height = to_height(entries[begin].key);
-      end = begin + 1;
-      while (end < entries.size() && to_height(entries[end].key) == height)
-        ++end;
-      // Passes of equal height are compared before any of them is joined, because their order is not yet known.
-      const auto needed = std::partition(entries.begin() + begin, entries.begin() + end, [&](const Entry &pass) {
-        const auto [root_a, root_b] = roots(pass);
-        return root_a != root_b;
-      });
-      for (auto pass = entries.begin() + begin; pass != needed; ++pass) {
-        const auto [root_a, root_b] = roots(*pass);
-        parent[root_a] = root_b;
-        add(first_of(pass->pair), second_of(pass->pair), pass->key);
+    for (Entry &entry : highest_)
+      if (entry.pair) {
+        passes.push_back({resolve(static_cast<uint32_t>(entry.pair >> 32)), resolve(static_cast<uint32_t>(entry.pair)), entry.key});
+        entry.pair = 0;
       }
-    }
+    count_ = 0;
   }
-
-  // Returns the number of pairs, not counting those in the cache of recent pairs.
-  size_t size() const { return count_; }
 
 private:
   // Most passes belong to a recent pair, so recent pairs are stored in a small direct-mapped cache of 2^SLOT_BITS slots.
@@ -102,11 +57,6 @@ private:
     uint64_t pair;
     int32_t key;
   };
-  static uint64_t pair_of(int64_t piece_a, int64_t piece_b) {
-    return static_cast<uint64_t>(std::min(piece_a, piece_b)) << 32 | static_cast<uint64_t>(std::max(piece_a, piece_b));
-  }
-  static int32_t first_of(uint64_t pair) { return static_cast<int32_t>(pair >> 32); }
-  static int32_t second_of(uint64_t pair) { return static_cast<int32_t>(pair & UINT32_MAX); }
   static size_t hash(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
 
   void flush(Entry &slot) {
@@ -144,9 +94,29 @@ private:
   size_t count_ = 0;
 };
 
-struct Pass {
-  double height;
-  int64_t first, second;
-};
+// Removes redundant passes: those from a piece to itself, and those between pieces that a chain of higher passes connects.
+// Either this chain merges the two pieces, or they stay separate in any case. Fewer passes than pieces remain.
+//
+// count      number of pieces
+// to_height  returns the height of a key; passes are compared by their heights
+template <typename ToHeight> void prune(std::vector<Pass> &passes, size_t count, ToHeight to_height) {
+  std::sort(passes.begin(), passes.end(), [](const Pass &a, const Pass &b) { return a.key > b.key; });
+  std::vector<int32_t> parent(count);
+  std::iota(parent.begin(), parent.end(), 0);
+  auto kept = passes.begin();
+  for (auto begin = passes.begin(), end = begin; begin != passes.end(); begin = end) {
+    const auto height = to_height(begin->key);
+    while (end != passes.end() && to_height(end->key) == height)
+      ++end;
+    // Passes of equal height are compared before any of them is joined, because their order is not yet known.
+    const auto needed = std::partition(
+        begin, end, [&](const Pass &pass) { return root_of(parent, pass.first) != root_of(parent, pass.second); });
+    for (auto pass = begin; pass != needed; ++pass) {
+      parent[root_of(parent, pass->first)] = root_of(parent, pass->second);
+      *kept++ = *pass;
+    }
+  }
+  passes.erase(kept, passes.end());
+}
 
 } // namespace

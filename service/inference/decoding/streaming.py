@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from service.core.quantities import Size
 from service.core.types import Objects
-from service.inference.decoding.basin_merging import Persistence
+from service.inference.decoding.basin_merging import MergeFunction, Persistence, merge_shallow_basins
 from service.inference.decoding.labels import label_basins
-from service.inference.decoding.watershed import Planes, Watershed, encode_foreground
+from service.inference.decoding.watershed import MAX_BLOCK_VOXELS, encode_foreground, find_basins
 from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
@@ -34,26 +35,61 @@ class StreamingWatershed(Protocol):
         """Return labels [Z, Y, X] and the objects, as described in `IncrementalWatershed.label_objects`."""
 
 
+class Planes(NamedTuple):
+    """Order in which the planes of a volume of `size` (Z, Y, X) arrive on a device: along z, or along y."""
+
+    size: Size
+    device: torch.device
+    along_y: bool = False
+
+
 class TorchWatershed:
-    """A `StreamingWatershed` on any device, computed by PyTorch."""
+    """A `StreamingWatershed` on any device, computed by PyTorch after all planes have been collected.
+
+    On a GPU, the host waits a few times per block of up to `block_voxels` voxels, and while basins are merged. The
+    number of parts in which the planes arrive does not affect how often the host waits.
+
+    merge  returns the object of every basin
+    """
 
     def __init__(
-        self, planes: Planes, threshold: float, persistence: Persistence, block_voxels: int | None = None
+        self,
+        planes: Planes,
+        threshold: float,
+        persistence: Persistence,
+        *,
+        block_voxels: int = MAX_BLOCK_VOXELS,
+        merge: MergeFunction = merge_shallow_basins,
     ) -> None:
-        self._threshold, self._persistence = threshold, persistence
-        self._watershed = Watershed(planes, persistence.compute_floors, block_voxels)
+        size, device, along_y = planes
+        self._threshold, self._persistence, self._merge = threshold, persistence, merge
+        self._block_voxels, self._axis, self._num_collected = block_voxels, int(along_y), 0
+        self._heights = torch.empty(size, device=device)
+        self._foreground = torch.empty(size, dtype=torch.bool, device=device)
+        self._codes = torch.empty(size, dtype=torch.uint8, device=device)
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
-        self._watershed.add(
-            heights.float(), compute_foreground_mask(foreground, self._threshold), encode_foreground(foreground)
+        num_planes = heights.shape[self._axis]
+        parts = (
+            (self._heights, heights),
+            (self._foreground, compute_foreground_mask(foreground, self._threshold)),
+            (self._codes, encode_foreground(foreground)),
         )
+        for target, part in parts:
+            target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
+        self._num_collected += num_planes
 
     def label_objects(
         self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
     ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        basins = self._watershed.finish()
+        compute_floors = self._persistence.compute_floors
+        basins = find_basins(self._heights, self._foreground, self._codes, compute_floors, self._block_voxels)
+        del self._heights, self._foreground, self._codes
         return label_basins(
-            basins, self._persistence, minimum_size, drop_border=drop_border, object_filter=object_filter
+            *(basins, self._persistence, minimum_size),
+            drop_border=drop_border,
+            object_filter=object_filter,
+            merge=self._merge,
         )
 
 

@@ -1,35 +1,36 @@
-"""Watershed basins of a height map that arrives plane by plane, and the passes between basins, in PyTorch.
+"""Watershed basins of a height map, and the passes between basins, in PyTorch: the reference for the C++ kernel.
 
-Planes are processed in blocks that fit in the cache of a processor; only the piece number of each voxel is retained.
-Basins and passes do not depend on how the planes were divided into blocks.
+A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance (Meyer
+1994). Heights are compared without their last five bits. Positions break ties, so every path ends. Path ends are found
+by pointer jumping (Wyllie 1979) in blocks of planes. A path that leaves its block ends there as a separate piece;
+`find_basins` joins the pieces, so that basins and passes do not depend on the blocks. Passes between maxima of the same
+plateau have the plateau's height.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
-from service.core.quantities import Size
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, choose_block_voxels
+from service.inference.decoding.watershed_kernel import PROBABILITY_ONE
 
 # Key of background voxels: the lowest 32-bit integer, below the key of every height.
 BACKGROUND_KEY = -(2**31)
+# Maximum number of voxels of a block, including the margins of its planes. Each voxel needs 36 bytes.
+MAX_BLOCK_VOXELS = 2**26
 # Number of voxels whose neighbors are examined together. Each voxel has 26 neighbors.
-NEIGHBOR_BATCH_VOXELS = 2**14
+NEIGHBOR_BATCH_VOXELS = 2**18
 # The last five bits of a key contain the position of the voxel modulo 3 along each axis, to identify neighbors.
 POSITION_BITS = 0b11111
 
 # Fixed-point foreground probability of each code. The codes are logits in steps of 1/16 from -8 to 8.
 PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
-
-NEIGHBORS = tuple((z, y, x) for z in (-1, 0, 1) for y in (-1, 0, 1) for x in (-1, 0, 1) if (z, y, x) != (0, 0, 0))
 
 
 class Passes(NamedTuple):
@@ -64,22 +65,7 @@ class Basins:
     passes: Passes
 
 
-class _PieceEnds(NamedTuple):
-    """Ends of the steepest-ascent paths of one block, int64 [P] each, one row per piece.
-
-    position    position in the padded volume: of the end's highest neighbor, or of the end if it is a maximum
-    key         key at this position
-    voxels      size of the piece
-    foreground  sum of the voxels' foreground probabilities, times `PROBABILITY_ONE`
-    """
-
-    position: Tensor
-    key: Tensor
-    voxels: Tensor
-    foreground: Tensor
-
-
-class _BlockPaths(NamedTuple):
+class _Paths(NamedTuple):
     """Foreground voxels of a block in flat memory, int32 [N] each, and the ends of their paths, int32 [P] each.
 
     row_of_voxel  int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the first and last plane
@@ -98,199 +84,162 @@ class _BlockPaths(NamedTuple):
     target_keys: Tensor
 
 
-class Planes(NamedTuple):
-    """Order in which the planes of a volume of `size` (Z, Y, X) arrive on a device: along z, or along y."""
+class _PaddedMemory(NamedTuple):
+    """Flat memory of planes with a background voxel on every side, in which all voxels have neighbors.
 
-    size: Size
-    device: torch.device
-    along_y: bool = False
-
-
-class Watershed:
-    """Watershed transform of planes that are added incrementally.
-
-    A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance
-    (Meyer 1994). Path ends are found by pointer jumping (Wyllie 1979) within a block of planes. A path that leaves its
-    block ends there as a separate piece; `finish` joins the pieces. Heights are compared without their last five bits.
-    Positions break ties, so every path ends. Passes between maxima of the same plateau have the plateau's height.
-
-    planes          planes of the volume; the basins do not depend on their order
-    compute_floors  returns the lowest height of a relevant pass for each peak, given the peak heights; both float32 [R]
-    block_voxels    number of voxels that are processed together; None: use `choose_block_voxels`
-    neighbor_batch  number of voxels whose neighbors are examined together
+    plane, row  distances between planes, and between rows
+    offsets     offsets from a voxel to its 26 neighbors, int32 [26]
+    steps       offset to a neighbor, int32 [1024], indexed by 32 * own position code + neighbor's code
     """
 
-    def __init__(
-        self,
-        planes: Planes,
-        compute_floors: Callable[[Tensor], Tensor],
-        block_voxels: int | None = None,
-        neighbor_batch: int = NEIGHBOR_BATCH_VOXELS,
-    ) -> None:
-        size, device, along_y = planes
-        depth, height, width = (size[1], size[0], size[2]) if along_y else size
-        self._along_y, self._neighbor_batch = along_y, neighbor_batch
-        self._compute_floors, self._device, self._depth = compute_floors, device, depth
-        # Background padding on every side puts the neighbors of all voxels at the same offsets in memory.
-        self._shape = (height + 2, width + 2)
-        self._plane_step = self._shape[0] * self._shape[1]
-        block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
-        self._block_planes = min(max(block_voxels // self._plane_step, 1), depth)
-        self._pieces = torch.zeros((depth + 2, *self._shape), dtype=torch.int32, device=device)
-        # Weights of the coordinates in position codes. The codes do not depend on the direction in which planes arrive.
-        self._weights = (3, 9) if along_y else (9, 3)
-        self._plane_codes, self._codes = _encode_positions(self._block_planes, *self._shape, self._weights, device)
-        # Only CPU tensors are cached: other streams would have to wait for a cached tensor on a device.
-        self._offsets = _compute_neighbor_offsets(*self._shape).to(device, non_blocking=True)
-        self._steps = _compute_steps(self._plane_step, self._shape[1], self._weights).to(device, non_blocking=True)
-        # The plane below the next block, followed by the plane that waits for the plane above it.
-        self._pending = self._make_background(1)
-        self._pending_codes = torch.zeros_like(self._pending, dtype=torch.uint8)
-        self._probabilities = PROBABILITIES.to(device, non_blocking=True)
-        # Index of the first plane of the next block, including the padding.
-        self._z = 1
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        self._piece_ends = [_PieceEnds(zero - 1, zero, zero, zero)]
-        self._num_pieces = 1
-        self._candidates: list[tuple[Tensor, Tensor, Tensor]] = []
+    plane: int
+    row: int
+    offsets: Tensor
+    steps: Tensor
 
-    def add(self, heights: Tensor, mask: Tensor, codes: Tensor) -> None:
-        """Add float32 heights, mask and foreground codes of planes: [planes, Y, X], or [Z, planes, X] along y."""
-        if self._along_y:
-            heights, mask, codes = (tensor.transpose(0, 1) for tensor in (heights, mask, codes))
-        for low in range(0, len(heights), self._block_planes):
-            part = slice(low, low + self._block_planes)
-            num_pending, num_planes = len(self._pending), len(heights[part])
-            is_last = self._z + num_pending - 2 + num_planes == self._depth
-            # The last block includes the background plane at the end, so that a small volume needs only one block.
-            block = self._make_background(num_pending + num_planes + is_last)
-            block[:num_pending] = self._pending
-            self._write_keys(heights[part], mask[part], block[num_pending : num_pending + num_planes])
-            block_codes = torch.zeros_like(block, dtype=torch.uint8)
-            block_codes[:num_pending] = self._pending_codes
-            block_codes[num_pending : num_pending + num_planes, 1:-1, 1:-1] = codes[part]
-            self._process_block(block, block_codes)
+    @classmethod
+    def create(cls, size: torch.Size, device: torch.device) -> _PaddedMemory:
+        """Return the description of the memory of a volume of `size` (Z, Y, X)."""
+        distances = ((size[1] + 2) * (size[2] + 2), size[2] + 2, 1)
+        offsets, steps = torch.zeros(1, dtype=torch.int32), torch.zeros((32, 32), dtype=torch.int32)
+        for weight, distance in zip((9, 3, 1), distances, strict=True):
+            offsets = (offsets[:, None] + distance * torch.arange(-1, 2)).view(-1)
+            digit = torch.arange(32) // weight % 3
+            steps += (((digit[None] - digit[:, None] + 1) % 3 - 1) * distance).int()
+        offsets = offsets[offsets != 0].int()
+        tables = (table.to(device, non_blocking=True) for table in (offsets, steps.view(-1)))
+        return cls(*distances[:2], *tables)
 
-    def finish(self) -> Basins:
-        """Return the basins after all planes have been added."""
-        ends = torch.cat([torch.stack(columns) for columns in self._piece_ends], 1)
-        # The pieces above a block were not known when its paths were traced. Position -1 of piece 0 is in the padding.
-        next_pieces = self._pieces.view(-1)[ends[0]]
-        # NumPy is much faster than PyTorch for such small arrays.
-        link, position, keys, voxels, foreground = torch.cat((next_pieces[None], ends)).cpu().numpy()
-        maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
-        maxima = maxima[self._order_by_position(position[maxima]).argsort()]
-        while not np.array_equal(next_link := link[link], link):
-            link = next_link
-        basin = np.full_like(link, -1)
-        basin[maxima] = np.arange(len(maxima))
-        basin_of_piece = basin[link]
-        sums_by_basin = np.zeros((2, len(maxima) + 1), np.int64)
-        np.add.at(sums_by_basin[0], basin_of_piece + 1, voxels)
-        np.add.at(sums_by_basin[1], basin_of_piece + 1, foreground)
-        pieces = self._pieces[1:-1, 1:-1, 1:-1]
-        pieces = pieces.transpose(0, 1) if self._along_y else pieces
-        peaks = compute_heights(torch.from_numpy(keys[maxima]).int()).to(self._device)
-        basins, sums = torch.from_numpy(basin_of_piece), torch.from_numpy(sums_by_basin[:, 1:])
-        return Basins(basins, pieces, peaks, sums[0], sums[1], self._resolve_passes(basins))
 
-    def _order_by_position(self, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return sort keys [N] that order positions, which include the padding, like the voxels of the volume."""
-        if not self._along_y:
-            return position
-        plane, remainder = np.divmod(position, self._plane_step)
-        row, x = np.divmod(remainder, self._shape[1])
-        return (row * (self._depth + 2) + plane) * self._shape[1] + x
+def find_basins(
+    heights: Tensor,
+    mask: Tensor,
+    codes: Tensor,
+    compute_floors: Callable[[Tensor], Tensor],
+    block_voxels: int = MAX_BLOCK_VOXELS,
+) -> Basins:
+    """Return the basins of a volume.
 
-    def _resolve_passes(self, basin_of_piece: Tensor) -> Passes:
-        if not self._candidates:
-            no_indices = torch.zeros(0, dtype=torch.int64, device=self._device)
-            return Passes(no_indices, no_indices, no_indices.float())
-        piece, position, key = (torch.cat(column) for column in zip(*self._candidates, strict=True))
-        # There are many more passes than basins, so they stay on the device.
-        basin_of_piece, other_piece = basin_of_piece.to(self._device), self._pieces.view(-1)[position]
-        return Passes(basin_of_piece[piece], basin_of_piece[other_piece], compute_heights(key))
-
-    def _make_background(self, num_planes: int) -> Tensor:
-        return torch.full((num_planes, *self._shape), BACKGROUND_KEY, dtype=torch.int32, device=self._device)
-
-    def _write_keys(self, heights: Tensor, mask: Tensor, block: Tensor) -> None:
-        """Write the keys of the next planes inside their padding."""
-        z = (self._z - 1 + len(self._pending)) % 3
-        keys = _compute_keys(heights)
-        keys += self._plane_codes[z : z + len(keys)]
-        keys += self._codes
-        background = keys.new_full((), BACKGROUND_KEY)
-        torch.where(mask, keys, background, out=block[:, 1:-1, 1:-1])
-
-    def _process_block(self, block: Tensor, codes: Tensor) -> None:
-        """Process the planes whose upper neighbors have arrived. `block` begins with the pending planes."""
-        if len(block) > 2:
-            if (paths := self._trace_paths(block.view(-1))) is not None:
-                self._store_pieces(paths, codes.view(-1))
-                self._find_passes(paths, block.view(-1))
-            self._z += len(block) - 2
-        self._pending, self._pending_codes = block[-2:].clone(), codes[-2:].clone()
-
-    def _trace_paths(self, keys: Tensor) -> _BlockPaths | None:
-        """Trace the paths of voxels between the first and the last plane. Returns None if there is no foreground."""
-        position = (keys[self._plane_step : -self._plane_step] > BACKGROUND_KEY).nonzero().squeeze(1) + self._plane_step
-        if not len(position):
-            return None
-        # Rows are numbered from 1 in the order of their positions. Row 0 represents everything outside the block.
-        rows = torch.arange(1, len(position) + 1, dtype=torch.int32, device=self._device)
-        row_of_voxel = torch.zeros_like(keys).index_copy_(0, position, rows)
-        position = position.int()
-        highest, num_omitted = _find_highest_neighbors(keys, self._plane_step, self._shape[1])
-        own_key, highest = keys.index_select(0, position), highest.index_select(0, position - num_omitted)
-        target = position + self._steps.index_select(0, ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS))
-        parent = row_of_voxel.index_select(0, target)
-        parent = torch.where(parent == 0, rows, parent) - 1
-        while not torch.equal(grandparent := parent.index_select(0, parent), parent):
-            parent = grandparent
-        ends = (parent == rows - 1).nonzero().squeeze(1)
-        piece_numbers = torch.zeros_like(rows)
-        piece_numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=self._device)
-        piece = piece_numbers.index_select(0, parent)
-        return _BlockPaths(
-            row_of_voxel, position, own_key, piece, target.index_select(0, ends), highest.index_select(0, ends)
-        )
-
-    def _store_pieces(self, paths: _BlockPaths, codes: Tensor) -> None:
-        """Write the pieces of a block into the volume, and record their ends."""
-        pieces = self._pieces.view(-1)
-        low = (self._z - 1) * self._plane_step
-        rows = paths.row_of_voxel[self._plane_step : -self._plane_step]
-        piece_numbers = torch.cat((paths.piece.new_zeros(1), paths.piece + self._num_pieces))
-        torch.index_select(piece_numbers, 0, rows, out=pieces[low + self._plane_step :][: len(rows)])
-        position = low + paths.targets.long()
-        voxels = torch.bincount(paths.piece, minlength=len(paths.targets))
-        probability = self._probabilities[codes.index_select(0, paths.position).int()].double()
-        foreground = torch.bincount(paths.piece, probability, minlength=len(paths.targets)).long()
-        self._piece_ends.append(_PieceEnds(position, paths.target_keys.long(), voxels, foreground))
-        self._num_pieces += len(paths.targets)
-
-    def _find_passes(self, paths: _BlockPaths, keys: Tensor) -> None:
-        """Find passes near the peaks of a block's pieces. The pieces of the plane above are not yet known."""
-        # Lowest key of a relevant pass.
-        limit = _compute_keys(self._compute_floors(compute_heights(paths.target_keys))).index_select(0, paths.piece)
+    heights         float32 [Z, Y, X]
+    mask            whether each voxel is foreground, bool
+    codes           code of the foreground score of each voxel, uint8; see `encode_foreground`
+    compute_floors  returns the lowest height of a relevant pass for each peak, given the peak heights; both float32 [R]
+    block_voxels    maximum number of voxels in a block, including the margins of its planes
+    """
+    device, memory = heights.device, _PaddedMemory.create(heights.shape, heights.device)
+    pieces = torch.zeros([length + 2 for length in heights.shape], dtype=torch.int32, device=device)
+    flat_pieces, flat_codes = pieces.view(-1), functional.pad(codes, (1, 1, 1, 1, 1, 1)).view(-1)
+    ends, passes = [torch.zeros((4, 1), dtype=torch.int64, device=device)], list[Tensor]()
+    probabilities = PROBABILITIES.to(device, non_blocking=True)
+    num_pieces, step = 1, max(block_voxels // memory.plane, 1)
+    for first in range(1, len(pieces) - 1, step):
+        keys = _encode_block(heights, mask, first - 1, min(first + step, len(pieces) - 1) + 1)
+        if (paths := _trace_paths(keys, memory)) is None:
+            continue
+        low = (first - 1) * memory.plane
+        numbers = torch.cat((paths.piece.new_zeros(1), paths.piece + num_pieces))
+        inner = slice(memory.plane, len(keys) - memory.plane)
+        torch.index_select(numbers, 0, paths.row_of_voxel[inner], out=flat_pieces[low:][inner])
+        block_codes = flat_codes[low:].index_select(0, paths.position)
+        ends.append(_measure_pieces(paths, probabilities[block_codes.int()], low))
+        limit = _compute_keys(compute_floors(compute_heights(paths.target_keys))).index_select(0, paths.piece)
         near_peaks = (paths.own_key >= limit).nonzero().squeeze(1)
-        pieces = paths.piece + (self._num_pieces - len(paths.targets))
-        for rows in torch.split(near_peaks, self._neighbor_batch):
-            columns = (paths.position, paths.own_key, limit, pieces)
-            self._collect_passes(keys, *(tensor.index_select(0, rows) for tensor in columns))
+        for rows in torch.split(near_peaks, NEIGHBOR_BATCH_VOXELS):
+            voxels, floors = paths.position.index_select(0, rows), limit.index_select(0, rows)
+            piece, neighbor, key = _find_passes(keys, flat_pieces[low:], voxels, floors, memory)
+            passes.append(torch.stack((piece.long(), low + neighbor.long(), key.long())))
+        num_pieces += len(paths.targets)
+    return _join_pieces(pieces, torch.cat(ends, 1), passes)
 
-    def _collect_passes(self, keys: Tensor, voxels: Tensor, own_key: Tensor, limit: Tensor, piece: Tensor) -> None:
-        """Record the neighbors of these voxels that belong to other pieces and are not below the limit."""
-        neighbors = (voxels[:, None] + self._offsets).view(-1)
-        key = keys.index_select(0, neighbors).view(-1, len(NEIGHBORS))
-        selected = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
-        rows = selected // len(NEIGHBORS)
-        position = (self._z - 1) * self._plane_step + neighbors.index_select(0, selected).long()
-        crossing = (self._pieces.view(-1).index_select(0, position) != piece.index_select(0, rows)).nonzero().squeeze(1)
-        rows, selected = rows.index_select(0, crossing), selected.index_select(0, crossing)
-        height = torch.minimum(own_key.index_select(0, rows), key.view(-1).index_select(0, selected))
-        self._candidates.append((piece.index_select(0, rows), position.index_select(0, crossing), height))
+
+def _measure_pieces(paths: _Paths, probability: Tensor, low: int) -> Tensor:
+    """Return the properties of the pieces of a block that begins at the position `low`, int64 [4, P].
+
+    The rows are the position and the key of the voxel where the paths of a piece end, the number of its voxels, and the
+    sum of their foreground probabilities, given the `probability` of each voxel.
+    """
+    num_pieces = len(paths.targets)
+    voxels = torch.bincount(paths.piece, minlength=num_pieces)
+    foreground = torch.bincount(paths.piece, probability.double(), minlength=num_pieces).long()
+    return torch.stack((low + paths.targets.long(), paths.target_keys.long(), voxels, foreground))
+
+
+def _trace_paths(keys: Tensor, memory: _PaddedMemory) -> _Paths | None:
+    """Trace the paths of voxels between the first and the last plane. Returns None if there is no foreground."""
+    plane, row = memory.plane, memory.row
+    position = (keys[plane:-plane] > BACKGROUND_KEY).nonzero().squeeze(1) + plane
+    if not len(position):
+        return None
+    # Rows are numbered from 1 in the order of their positions. Row 0 represents everything outside the block.
+    rows = torch.arange(1, len(position) + 1, dtype=torch.int32, device=keys.device)
+    row_of_voxel = torch.zeros_like(keys).index_copy_(0, position, rows)
+    position, highest = position.int(), keys
+    for step in (1, row, plane):
+        pair_maxima = torch.maximum(highest[: -2 * step], highest[step:-step])
+        highest = torch.maximum(pair_maxima, highest[2 * step :], out=pair_maxima)
+    own_key, highest = keys.index_select(0, position), highest.index_select(0, position - (1 + row + plane))
+    code = ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS)
+    target = position + memory.steps.index_select(0, code)
+    parent = row_of_voxel.index_select(0, target)
+    parent = torch.where(parent == 0, rows, parent) - 1
+    while not torch.equal(grandparent := parent.index_select(0, parent), parent):
+        parent = grandparent
+    ends = (parent == rows - 1).nonzero().squeeze(1)
+    piece_numbers = torch.zeros_like(rows)
+    piece_numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=keys.device)
+    piece = piece_numbers.index_select(0, parent)
+    return _Paths(row_of_voxel, position, own_key, piece, target.index_select(0, ends), highest.index_select(0, ends))
+
+
+def _find_passes(
+    keys: Tensor, pieces: Tensor, voxels: Tensor, limit: Tensor, memory: _PaddedMemory
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the passes from voxels [N] to neighbors that belong to other pieces and are not below the limit [N].
+
+    The result is the piece, the position of the neighbor, and the key of each pass, int32 [E] each. The pieces of the
+    plane above the block are not yet known.
+    """
+    neighbors = (voxels[:, None] + memory.offsets).view(-1)
+    key = keys.index_select(0, neighbors).view(-1, len(memory.offsets))
+    selected = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
+    voxels = voxels.index_select(0, selected // len(memory.offsets))
+    neighbors, piece = neighbors.index_select(0, selected), pieces.index_select(0, voxels)
+    crossing = (pieces.index_select(0, neighbors) != piece).nonzero().squeeze(1)
+    voxels, neighbors = voxels.index_select(0, crossing), neighbors.index_select(0, crossing)
+    heights = torch.minimum(keys.index_select(0, voxels), keys.index_select(0, neighbors))
+    return piece.index_select(0, crossing), neighbors, heights
+
+
+def _join_pieces(pieces: Tensor, ends: Tensor, passes: list[Tensor]) -> Basins:
+    """Return the basins that the pieces belong to.
+
+    pieces  piece of every voxel of the padded volume
+    ends    results of `_measure_pieces`
+    passes  results of `_find_passes`, with positions in the padded volume, int64 [3, E] each
+    """
+    # The pieces above a block were not known when its paths were traced. Position 0 of piece 0 is in the padding.
+    next_pieces = pieces.view(-1)[ends[0]]
+    # NumPy is much faster than PyTorch for such small arrays.
+    link, position, keys, voxels, foreground = torch.cat((next_pieces[None], ends)).cpu().numpy()
+    maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
+    maxima = maxima[position[maxima].argsort()]
+    while not np.array_equal(next_link := link[link], link):
+        link = next_link
+    basin = np.full_like(link, -1)
+    basin[maxima] = np.arange(len(maxima))
+    basin_of_piece = basin[link]
+    sums = np.zeros((2, len(maxima) + 1), np.int64)
+    np.add.at(sums[0], basin_of_piece + 1, voxels)
+    np.add.at(sums[1], basin_of_piece + 1, foreground)
+    peaks = compute_heights(torch.from_numpy(keys[maxima]).int()).to(pieces.device)
+    piece, neighbor, key = torch.cat([ends.new_zeros(3, 0), *passes], 1)
+    # There are many more passes than basins, so they stay on the device.
+    basins = torch.from_numpy(basin_of_piece)
+    device_basins = basins.to(pieces.device)
+    neighbor_piece = pieces.view(-1)[neighbor].long()
+    basin_passes = Passes(device_basins[piece], device_basins[neighbor_piece], compute_heights(key.int()))
+    voxels, foreground = torch.from_numpy(sums[:, 1:])
+    return Basins(basins, pieces[1:-1, 1:-1, 1:-1], peaks, voxels, foreground, basin_passes)
 
 
 def encode_foreground(scores: Tensor) -> Tensor:
@@ -300,12 +249,20 @@ def encode_foreground(scores: Tensor) -> Tensor:
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
-def _find_highest_neighbors(keys: Tensor, plane_step: int, row_step: int) -> tuple[Tensor, int]:
-    """Return the highest key of each voxel and its 26 neighbors, and the number of voxels omitted at each end."""
-    for step in (1, row_step, plane_step):
-        pair_maxima = torch.maximum(keys[: -2 * step], keys[step:-step])
-        keys = torch.maximum(pair_maxima, keys[2 * step :], out=pair_maxima)
-    return keys, 1 + row_step + plane_step
+def _encode_block(heights: Tensor, mask: Tensor, first: int, end: int) -> Tensor:
+    """Return the keys of some planes of the padded volume, int32 [L], including their padding."""
+    first_plane, end_plane = max(first - 1, 0), min(end - 1, len(heights))
+    keys = _compute_keys(heights[first_plane:end_plane])
+    lengths = (end_plane - first_plane, *heights.shape[1:])
+    z, y, x = (
+        (torch.arange(length, dtype=torch.int32, device=keys.device) + start + 1) % 3
+        for length, start in zip(lengths, (first_plane, 0, 0), strict=True)
+    )
+    keys += 9 * z[:, None, None] + 3 * y[:, None] + x
+    block = keys.new_full((end - first, *(length + 2 for length in heights.shape[1:])), BACKGROUND_KEY)
+    inner = block[first_plane + 1 - first : end_plane + 1 - first, 1:-1, 1:-1]
+    torch.where(mask[first_plane:end_plane], keys, keys.new_full((), BACKGROUND_KEY), out=inner)
+    return block.view(-1)
 
 
 def _compute_keys(heights: Tensor) -> Tensor:
@@ -323,28 +280,3 @@ def compute_heights(keys: Tensor) -> Tensor:
     """Invert `_compute_keys`, except for the dropped bits."""
     ordered = keys & ~POSITION_BITS
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
-
-
-def _encode_positions(
-    depth: int, height: int, width: int, weights: tuple[int, int], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return codes of positions modulo 3 along planes, int32 [depth + 2, 1, 1], and within a plane, [Y, X]."""
-    z, y, x = (torch.arange(length, dtype=torch.int32, device=device) % 3 for length in (depth + 2, height, width))
-    return weights[0] * z[:, None, None], weights[1] * y[1:-1, None] + x[1:-1]
-
-
-@lru_cache(maxsize=16)
-def _compute_neighbor_offsets(num_rows: int, width: int) -> Tensor:
-    """Return the offsets, int32 [26] on the CPU, from a voxel to its neighbors in flat memory."""
-    return torch.tensor([(z * num_rows + y) * width + x for z, y, x in NEIGHBORS], dtype=torch.int32)
-
-
-@lru_cache(maxsize=16)
-def _compute_steps(plane_step: int, row_step: int, weights: tuple[int, int]) -> Tensor:
-    """Return the offset to a neighbor, int32 [1024] on the CPU, indexed by 32 * own code + neighbor's code."""
-    code = torch.arange(32)
-    steps = torch.zeros(32, 32, dtype=torch.int64)
-    for weight, step in ((weights[0], plane_step), (weights[1], row_step), (1, 1)):
-        digit = code // weight % 3
-        steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * step
-    return steps.view(-1).int()

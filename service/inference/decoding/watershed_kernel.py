@@ -1,15 +1,15 @@
-"""C++ watershed of planes in CPU memory.
+"""C++ watershed in CPU memory, block by block on several threads.
 
-Its labels are the same as those of `watershed.py` with `labels.label_basins`. For a small volume, the PyTorch version
-needs hundreds of operations, each of which takes microseconds and releases the global interpreter lock. The kernel
-needs one call per slab.
+Its labels are the same as those of `watershed.py` with `labels.label_basins`, no matter how the volume was divided. For
+a small volume, the PyTorch version needs hundreds of operations, each of which takes microseconds and releases the
+global interpreter lock. The kernel needs one call per slab.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +23,20 @@ from service.core.types import Objects, choose_label_dtype
 
 # Argument and result types of each function, as letters of `CppFunctions.KINDS`.
 SIGNATURES = (
-    ("stackseg_watershed", "pifdiq", "p"),
+    ("stackseg_watershed", "pifdiqi", "p"),
     ("stackseg_free", "p", "-"),
-    ("stackseg_planes", "ppippipq", "i"),
+    ("stackseg_slab", "ppippipq", "i"),
     ("stackseg_objects", "pqi", "q"),
     ("stackseg_object_properties", "pp", "-"),
     ("stackseg_write_labels", "pppi", "-"),
+    ("stackseg_block", "pfdipippipp", "p"),
+    ("stackseg_block_pieces", "p", "q"),
+    ("stackseg_block_passes", "p", "q"),
+    ("stackseg_block_properties", "ppp", "-"),
+    ("stackseg_block_free", "p", "-"),
 )
 
-# Minimum number of voxels in a block. A block of this size uses a few megabytes.
+# Minimum number of voxels in a block. The arrays of a block of this size use 50 megabytes.
 MIN_BLOCK_VOXELS = 2**22
 
 # Minimum number of planes in a block, even if planes are large. Each additional block divides paths into more pieces:
@@ -88,76 +93,141 @@ class WatershedParameters(NamedTuple):
     heights_are_logits: bool
 
 
-def choose_block_voxels(size: Size, *, along_y: bool = False) -> int:
-    """Return the number of voxels of a volume (Z, Y, X) to process together, including the padding of planes."""
+class Block(NamedTuple):
+    """A part of a volume; all sizes and positions are (z, y, x).
+
+    size         size of the block
+    origin       position of the block's first voxel in the volume
+    volume_size  size of the volume
+    """
+
+    size: Size
+    origin: Size
+    volume_size: Size
+
+
+class BlockPieces(NamedTuple):
+    """Pieces of one block, numbered from 1; 0 is the background.
+
+    pieces      int32 [Z, Y, X], the piece of every voxel
+    properties  int64 [P, 4], for each piece: flat index in the volume of the voxel at which its ascending paths end,
+                number of voxels, sum of their foreground probabilities, and key of the end voxel, as in `watershed`. If
+                the end voxel lies outside the block, it belongs to a piece of another block
+    passes      int32 [E, 3], for each pair of pieces that touch near their peaks: the two numbers in ascending order,
+                and the key of their highest pass
+    """
+
+    pieces: NDArray[np.int32]
+    properties: NDArray[np.int64]
+    passes: NDArray[np.int32]
+
+
+def choose_block_planes(size: Size, *, along_y: bool = False) -> int:
+    """Return how many planes of a volume of `size` (Z, Y, X) to process together; 0 if a plane is too large."""
     plane_voxels = (size[not along_y] + 2) * (size[2] + 2)
-    max_voxels = MAX_INDEX - 4 * _count_largest_plane_voxels(size)
-    return max(MIN_BLOCK_VOXELS, min(MIN_BLOCK_PLANES * plane_voxels, max_voxels))
-
-
-def _count_largest_plane_voxels(size: Size) -> int:
-    """Return the number of voxels in a plane along z or along y, whichever is larger, including the padding."""
-    return (max(size[:2]) + 2) * (size[2] + 2)
+    # A block has a margin of one plane on either side.
+    return max(min(max(MIN_BLOCK_VOXELS // plane_voxels, MIN_BLOCK_PLANES), MAX_INDEX // plane_voxels - 3), 0)
 
 
 class WatershedKernel(CppFunctions):
-    """Python interface to the C++ functions that compute the watershed of a volume."""
+    """Python interface to the C++ functions that compute the watershed of a volume, or the pieces of one block."""
 
-    def supports(self, device: torch.device, size: Size = (1, 1, 1), block_voxels: int = MIN_BLOCK_VOXELS) -> bool:
+    def supports(self, device: torch.device, size: Size = (1, 1, 1)) -> bool:
         """Return whether the kernel is available and supports volumes of this size on this device, along both axes."""
-        return (
-            self.is_available
-            and device.type == "cpu"
-            and block_voxels + 4 * _count_largest_plane_voxels(size) <= MAX_INDEX
-        )
+        planes = min(choose_block_planes(size), choose_block_planes(size, along_y=True))
+        return self.is_available and device.type == "cpu" and planes > 0
 
     def start(
-        self, size: Size, parameters: WatershedParameters, *, along_y: bool = False, block_voxels: int | None = None
+        self,
+        size: Size,
+        parameters: WatershedParameters,
+        *,
+        along_y: bool = False,
+        block_planes: int | None = None,
+        threads: int = 1,
     ) -> IncrementalWatershed:
         """Return a watershed to which no planes have been added yet.
 
         Raises ValueError if the size is not supported, and MemoryError if there is not enough memory.
 
         size          (Z, Y, X) of the volume
-        along_y       whether planes arrive along y instead of along z, each with its full extent along z; the labels
-                      are the same either way
-        block_voxels  number of voxels that are processed together; None: use `choose_block_voxels`
+        along_y       whether planes arrive along y instead of along z, each with its full extent along z
+        block_planes  number of planes that are processed together; None: use `choose_block_planes`
+        threads       maximum number of threads
+
+        The labels are the same for any direction, number of planes and number of threads.
         """
-        block_voxels = choose_block_voxels(size, along_y=along_y) if block_voxels is None else block_voxels
-        if min(size) < 1 or not self.supports(CPU, size, block_voxels):
+        block_planes = choose_block_planes(size, along_y=along_y) if block_planes is None else block_planes
+        if min(size) < 1 or not self.supports(CPU, size):
             raise ValueError(f"the kernel does not support a volume of {size} voxels")
-        return IncrementalWatershed(
-            (self._functions, self._functions_with_gil), size, parameters, along_y=along_y, block_voxels=block_voxels
+        # Allocating a large amount of memory is slow and must not hold the global interpreter lock.
+        is_small = math.prod(size) <= MAX_SMALL_VOLUME_VOXELS
+        functions = self._functions_with_gil if is_small else self._functions
+        handle = functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block_planes, threads)
+        if handle is None:
+            raise MemoryError(f"not enough memory for the watershed of a volume of {size} voxels")
+        return IncrementalWatershed(handle, self._functions, functions, size, along_y=along_y)
+
+    def find_pieces(
+        self, block: Block, heights: Tensor, foreground: Tensor, parameters: WatershedParameters
+    ) -> BlockPieces:
+        """Return the pieces of a block.
+
+        heights     float32 or bfloat16 [z, y, x] on the CPU, of the block with a one-voxel margin clipped to the volume
+        foreground  scores of the same voxels, float32 or bfloat16, which are compared with the threshold; or a bool
+                    mask
+
+        Raises OSError if the library is not available, ValueError if the tensors or the block size are not supported,
+        and MemoryError if there is not enough memory.
+        """
+        self.require()
+        size, origin, volume_size = block
+        end = [first + length for first, length in zip(origin, size, strict=True)]
+        first_score = [max(first - 1, 0) for first in origin]
+        shape = [
+            min(last + 1, length) - first for last, length, first in zip(end, volume_size, first_score, strict=True)
+        ]
+        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
+        if math.prod(length + 2 for length in size) > MAX_INDEX:
+            raise ValueError(f"a block of {size} voxels is too large for 32-bit indices")
+        pieces = np.empty(size, np.int32)
+        geometry = (ctypes.c_int64 * 12)(*origin, *end, *volume_size, *first_score)
+        handle = self._functions.stackseg_block(geometry, *parameters, *values, pieces.ctypes.data)
+        if handle is None:
+            raise MemoryError(f"not enough memory for a block of {size} voxels")
+        try:
+            properties = np.empty((self._functions.stackseg_block_pieces(handle), 4), np.int64)
+            passes = np.empty((self._functions.stackseg_block_passes(handle), 3), np.int32)
+            self._functions.stackseg_block_properties(handle, properties.ctypes.data, passes.ctypes.data)
+        finally:
+            self._functions.stackseg_block_free(handle)
+        return BlockPieces(pieces, properties, passes)
+
+
+def _describe(
+    tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int]
+) -> tuple[int, int, ctypes.Array[ctypes.c_int64]]:
+    """Return the address, the number of the dtype and the strides of a tensor. Raises ValueError if it does not fit."""
+    if tensor.dtype not in dtypes or list(tensor.shape) != list(shape) or tensor.device.type != "cpu":
+        raise ValueError(
+            f"expected a CPU tensor of shape {list(shape)} with a supported data type, got a tensor of type"
+            f" {tensor.dtype} with shape {list(tensor.shape)}"
         )
+    return tensor.data_ptr(), dtypes.index(tensor.dtype), _Int64x3(*tensor.stride())
 
 
 class IncrementalWatershed:
     """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`."""
 
     def __init__(
-        self,
-        kernel: tuple[ctypes.CDLL, ctypes.PyDLL],
-        size: Size,
-        parameters: WatershedParameters,
-        *,
-        along_y: bool,
-        block_voxels: int,
+        self, handle: int, functions: ctypes.CDLL, cheap_functions: ctypes.CDLL, size: Size, *, along_y: bool
     ) -> None:
-        self._size, self._along_y = size, along_y
-        self._functions, functions_with_gil = kernel
-        # Allocating a large amount of memory is slow and must not hold the global interpreter lock.
-        self._cheap_functions = functions_with_gil if math.prod(size) <= MAX_SMALL_VOLUME_VOXELS else self._functions
+        self._handle, self._size, self._along_y = handle, size, along_y
+        self._functions, self._cheap_functions = functions, cheap_functions
         self._num_missing_planes = size[along_y]
-        self._handle = self._cheap_functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block_voxels)
-        if self._handle is None:
-            raise MemoryError(f"not enough memory for the watershed of a volume of {size} voxels")
-
-    # `__del__` also runs if `__init__` failed.
-    _handle: int | None = None
 
     def __del__(self) -> None:
-        if self._handle is not None:
-            self._cheap_functions.stackseg_free(self._handle)
+        self._cheap_functions.stackseg_free(self._handle)
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
         """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X].
@@ -170,25 +240,12 @@ class IncrementalWatershed:
         num_planes = heights.shape[self._along_y]
         shape = list(self._size)
         shape[self._along_y] = num_planes
-        for tensor, dtypes in ((heights, HEIGHT_DTYPES), (foreground, FOREGROUND_DTYPES)):
-            if tensor.dtype not in dtypes or list(tensor.shape) != shape or tensor.device.type != "cpu":
-                raise ValueError(
-                    f"expected CPU planes of shape {shape} with a supported data type, got a tensor of type"
-                    f" {tensor.dtype} with shape {list(tensor.shape)}"
-                )
+        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
         if num_planes > self._num_missing_planes:
             raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
         self._num_missing_planes -= num_planes
-        status = self._functions.stackseg_planes(
-            *(self._handle, heights.data_ptr(), HEIGHT_DTYPES.index(heights.dtype), self._strides(heights)),
-            *(foreground.data_ptr(), FOREGROUND_DTYPES.index(foreground.dtype), self._strides(foreground), num_planes),
-        )
-        if status:
+        if self._functions.stackseg_slab(self._handle, *values, num_planes):
             raise MemoryError("not enough memory for the pieces of a watershed")
-
-    def _strides(self, planes: Tensor) -> ctypes.Array[ctypes.c_int64]:
-        z, y, x = planes.stride()
-        return _Int64x3(y, z, x) if self._along_y else _Int64x3(z, y, x)
 
     def label_objects(
         self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects

@@ -31,7 +31,7 @@ class DecoderFactory:
     volume    stack to whose grid scores are resampled
     size      size (Z, Y, X) of the grid of the scores
     allocate  creates the result array
-    cancelled as in `make_decoder`
+    cancelled, threads as in `make_decoder`
     """
 
     volume: Extent
@@ -40,6 +40,7 @@ class DecoderFactory:
     output: OutputKind
     allocate: Allocator = np.zeros
     cancelled: CancellationCheck = never_cancelled
+    threads: int = 1
 
     def __call__(self, *, start_watershed: WatershedFactory | None = None) -> Decoder:
         """Return a decoder. `start_watershed` is the argument of `make_decoder`."""
@@ -53,9 +54,18 @@ class DecoderFactory:
                 self.allocate,
                 start_watershed=start_watershed,
                 cancelled=self.cancelled,
+                threads=self.threads,
             )
         resampling = Resampling(self.size, stack_size, choose_score_interpolation(self.volume, self.spec))
-        decoder = make_decoder(self.spec, stack_size, self.output, voxel_size, self.allocate, cancelled=self.cancelled)
+        decoder = make_decoder(
+            self.spec,
+            stack_size,
+            self.output,
+            voxel_size,
+            self.allocate,
+            cancelled=self.cancelled,
+            threads=self.threads,
+        )
         return ScoreResampler(decoder, resampling)
 
 

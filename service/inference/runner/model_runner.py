@@ -103,7 +103,8 @@ class ModelRunner:
 
         `spec` includes the post-processing options of the request.
         """
-        return DecoderFactory(volume, spec, size, output, self.allocate)
+        threads = self._settings.device.threads or host.count_usable_cores()
+        return DecoderFactory(volume, spec, size, output, self.allocate, threads=threads)
 
     def warm_up(self, *, tune: bool = False) -> None:
         """Choose the engine, and run it with its fixed batch shape until its run time is stable.

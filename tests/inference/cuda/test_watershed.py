@@ -9,9 +9,10 @@ from landscapes import SyncCounter, aten, make_hills
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from service.inference.cuda.watershed import DeviceWatershed, merge_basins_on_device
+from service.inference.cuda.watershed import merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
-from service.inference.decoding.watershed import Basins, Passes, Planes
+from service.inference.decoding.streaming import Planes, TorchWatershed
+from service.inference.decoding.watershed import MAX_BLOCK_VOXELS, Basins, Passes
 
 
 class CountMasks(TorchDispatchMode):
@@ -77,12 +78,15 @@ def test_merging_without_ties_uses_no_masks_as_indices() -> None:
     assert counted.masks == 0
 
 
+def start_watershed(size: tuple[int, int, int], block_voxels: int = MAX_BLOCK_VOXELS) -> TorchWatershed:
+    persistence, planes = Persistence(0.1, heights_are_logits=False), Planes(size, torch.device("cpu"))
+    return TorchWatershed(planes, 0.0, persistence, block_voxels=block_voxels, merge=merge_basins_on_device)
+
+
 def count_waits(*block: int) -> int:
     """Return how many times the host waits while it labels 64 x 8 x 8 voxels in blocks of this size."""
     heights = torch.from_numpy(make_hills(3, (64, 8, 8))).nan_to_num_(neginf=-9)
-    watershed = DeviceWatershed(
-        Planes((64, 8, 8), heights.device), 0.0, Persistence(0.1, heights_are_logits=False), *block
-    )
+    watershed = start_watershed((64, 8, 8), *block)
     watershed.add(heights, heights)
     with SyncCounter() as counted:
         watershed.label_objects(0, drop_border=False)
@@ -99,7 +103,7 @@ def test_volume_is_one_block_if_it_fits_with_the_margins_of_its_planes() -> None
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     heights = torch.from_numpy(make_hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    watershed = DeviceWatershed(Planes((12, 16, 16), heights.device), 0.0, Persistence(0.1, heights_are_logits=False))
+    watershed = start_watershed((12, 16, 16))
     with SyncCounter() as added:
         for part in heights.chunk(parts):
             watershed.add(part, part > 0 if parts == 4 else part)

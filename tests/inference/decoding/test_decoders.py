@@ -24,8 +24,7 @@ from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.streaming import TorchWatershed
-from service.inference.decoding.watershed import Planes
+from service.inference.decoding.streaming import Planes, TorchWatershed
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances, Regions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from landscapes import CPU, Array, Size, make_hills
 
 from service.core.types import Objects, Segmentation
-from service.inference.cuda.watershed import DeviceWatershed
+from service.inference.cuda.watershed import merge_basins_on_device
 from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.instances import (
@@ -23,13 +24,14 @@ from service.inference.decoding.instances import (
     compute_min_object_voxels,
 )
 from service.inference.decoding.labels import keep_objects, look_up_labels
-from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed
-from service.inference.decoding.watershed import Planes
+from service.inference.decoding.streaming import Planes, StreamingWatershed, TorchWatershed
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 
-IMPLEMENTATIONS = ("kernel", "torch", "whole")
+IMPLEMENTATIONS = ("kernel", "torch", "device")
+
+DeviceWatershed = partial(TorchWatershed, merge=merge_basins_on_device)
 
 
 def make_watershed(implementation: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
@@ -41,7 +43,7 @@ def make_watershed(implementation: str, heights: Array, *, along_y: bool = False
             size, WatershedParameters(-np.inf, 0.1, heights_are_logits=False), along_y=along_y
         )
     else:
-        torch_watershed = DeviceWatershed if implementation == "whole" else TorchWatershed
+        torch_watershed = DeviceWatershed if implementation == "device" else TorchWatershed
         watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, heights_are_logits=False))
     tensor = torch.from_numpy(heights)
     watershed.add(tensor, tensor)
@@ -157,7 +159,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
         instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
         kernel = watershed_kernel if implementation == "kernel" else bind_to_variants(watershed_kernel)
         decoder = InstanceDecoder(
-            spec, instances, size, None, kernel, start_watershed=DeviceWatershed if implementation == "whole" else None
+            spec, instances, size, None, kernel, start_watershed=DeviceWatershed if implementation == "device" else None
         )
         decoder.add(0, 0, scores)
         return decoder.finish()

@@ -15,11 +15,10 @@ from torch import Tensor
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.watershed_kernel import (
     MIN_BLOCK_PLANES,
-    MIN_BLOCK_VOXELS,
     IncrementalWatershed,
     WatershedKernel,
     WatershedParameters,
-    choose_block_voxels,
+    choose_block_planes,
     watershed_kernel,
 )
 from service.models.spec import ModelSpec
@@ -36,25 +35,26 @@ def kernel() -> WatershedKernel:
     return watershed_kernel
 
 
-def assert_implementations_agree(kernel: WatershedKernel, heights: Array, persistence: float, **options: Any) -> Array:
+def assert_implementations_agree(
+    kernel: WatershedKernel, heights: Array, persistence: float, threads: int = 1, **options: Any
+) -> Array:
     """Assert that all implementations give the same labels, dtypes and objects; return the labels.
 
-    The implementations are PyTorch plane by plane, PyTorch with all planes together, and C++. `options` are those of
-    `decode_objects`.
+    The implementations are PyTorch, PyTorch with the merging of GPUs, and C++. `options` are those of `decode_objects`.
     """
-    (expected, torch_objects), (whole_labels, whole_objects), (labels, objects) = (
+    (expected, torch_objects), (device_labels, device_objects), (labels, objects) = (
         decode_objects(heights, persistence, **options, **implementation)
-        for implementation in ({}, {"whole": True}, {"kernel": kernel})
+        for implementation in ({}, {"on_device": True}, {"kernel": kernel, "threads": threads})
     )
     assert len(objects) == len(torch_objects) == labels.max(initial=0)
     assert np.array_equal(objects.voxel_counts, torch_objects.voxel_counts)
     assert np.array_equal(objects.confidence, torch_objects.confidence)
     assert np.allclose(objects.peaks, torch_objects.peaks, rtol=1e-6)
-    assert labels.dtype == whole_labels.dtype == expected.dtype
+    assert labels.dtype == device_labels.dtype == expected.dtype
     assert np.array_equal(labels, expected)
-    assert np.array_equal(whole_labels, expected)
+    assert np.array_equal(device_labels, expected)
     for name in ("voxel_counts", "confidence", "peaks"):
-        assert np.allclose(getattr(whole_objects, name), getattr(objects, name), rtol=1e-6, atol=0)
+        assert np.allclose(getattr(device_objects, name), getattr(objects, name), rtol=1e-6, atol=0)
     return labels
 
 
@@ -67,23 +67,35 @@ def assert_implementations_agree(kernel: WatershedKernel, heights: Array, persis
     persistence=st.sampled_from([0.0, 0.02, 0.1, 2.0, np.inf]),
     logits=st.booleans(),
     cuts=st.sets(st.integers(1, 22)),
-    num_planes=st.integers(1, 10),
+    block_planes=st.integers(1, 10),
+    threads=st.integers(1, 4),
     along_y=st.booleans(),
     minimum_size=st.sampled_from([0, 1, 2, 30]),
     drop_border=st.booleans(),
 )
 def test_labels_equal_those_of_pytorch(
-    kernel, seed, size, sigma, levels, persistence, logits, cuts, num_planes, along_y, minimum_size, drop_border
+    kernel,
+    seed,
+    size,
+    sigma,
+    levels,
+    persistence,
+    logits,
+    cuts,
+    block_planes,
+    threads,
+    along_y,
+    minimum_size,
+    drop_border,
 ) -> None:
     """The cases include ties and plateaus, slabs and blocks of any number of planes, and anisotropic heights."""
     heights = make_hills(seed, size, sigma) if max(size) > 1 else np.ones(size, np.float32)
     if levels:
         heights = np.round(heights * levels) / levels
     inner_cuts = tuple(sorted(cut for cut in cuts if cut < size[along_y]))
-    block = num_planes * (size[not along_y] + 2) * (size[2] + 2)
-    options = {"along_y": along_y, "logits": logits, "drop_border": drop_border}
+    options = {"along_y": along_y, "logits": logits, "drop_border": drop_border, "threads": threads}
     assert_implementations_agree(
-        kernel, heights, persistence, minimum_size=minimum_size, cuts=inner_cuts, block=block, **options
+        kernel, heights, persistence, minimum_size=minimum_size, cuts=inner_cuts, block_planes=block_planes, **options
     )
 
 
@@ -114,7 +126,7 @@ def test_flattened_objects_and_many_passes_are_decoded_as_in_pytorch(kernel: Wat
         assert_implementations_agree(kernel, heights, 0.2, cuts=(3,))
     crowd = np.random.default_rng(2).random((24, 25, 26))
     for persistence in (0.05, 0.3, np.inf):
-        assert assert_implementations_agree(kernel, crowd, persistence, cuts=(7,), block=3 * 27 * 28).any()
+        assert assert_implementations_agree(kernel, crowd, persistence, cuts=(7,), block_planes=3).any()
 
 
 @pytest.mark.parametrize("levels", [None, 200])
@@ -125,8 +137,8 @@ def test_removing_redundant_passes_does_not_change_labels(kernel, levels, *, alo
     if levels is not None:
         heights = np.round(heights * levels) / levels
     expected, labels = (
-        decode_objects(heights, 0.15, 2, block=block, kernel=kernel, along_y=along_y)[0]
-        for block in (MIN_BLOCK_VOXELS, 1)
+        decode_objects(heights, 0.15, 2, block_planes=planes, kernel=kernel, threads=3, along_y=along_y)[0]
+        for planes in (1000, 1)
     )
     assert 50 < labels.max() < 2000
     assert np.array_equal(labels, expected)
@@ -138,18 +150,17 @@ def test_volumes_with_32_bit_positions_per_block_are_supported(kernel: Watershed
     assert not bind_to_variants(watershed_kernel).supports(CPU)
     assert kernel.supports(CPU, (2000, 2000, 2000))
     assert not kernel.supports(CPU, (2**15, 10, 2**15))
-    assert not kernel.supports(CPU, (10, 10, 10), block_voxels=2**31)
-    assert choose_block_voxels((64, 100, 100)) == MIN_BLOCK_VOXELS
-    assert choose_block_voxels((64, 3000, 2000)) == MIN_BLOCK_PLANES * 3002 * 2002
-    assert choose_block_voxels((64, 3000, 2000), along_y=True) == MIN_BLOCK_VOXELS
+    assert choose_block_planes((64, 3000, 2000)) == MIN_BLOCK_PLANES
+    assert choose_block_planes((64, 3000, 2000), along_y=True) > MIN_BLOCK_PLANES
     for edge in (10_000, 16_000, 20_000):
-        assert kernel.supports(CPU, (64, edge, edge), choose_block_voxels((64, edge, edge)))
+        assert kernel.supports(CPU, (64, edge, edge))
+        assert (choose_block_planes((64, edge, edge)) + 2) * (edge + 2) ** 2 < 2**31
 
 
 @pytest.mark.parametrize("along_y", [False, True])
 def test_objects_have_their_size_confidence_and_peak(kernel: WatershedKernel, *, along_y: bool) -> None:
     heights = make_hills(5, (12, 13, 14))
-    labels, objects = decode_objects(heights, 0.1, 3, (5, 6), 4 * 16 * 16, kernel, along_y=along_y, logits=True)
+    labels, objects = decode_objects(heights, 0.1, 3, (5, 6), 4, kernel, along_y=along_y, logits=True)
     probability = 1 / (1 + np.exp(-heights))
     numbers = np.arange(1, labels.max() + 1)
     assert len(objects) == len(numbers) > 3
@@ -232,10 +243,10 @@ def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
         return kernel.start((3, 4, 5), PARAMETERS)
 
     for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), mask):
-        with pytest.raises(ValueError, match="expected CPU planes"):
+        with pytest.raises(ValueError, match="expected a CPU tensor"):
             start().add(invalid, mask)
     for invalid in (mask[:2], mask.to(torch.uint8)):
-        with pytest.raises(ValueError, match="expected CPU planes"):
+        with pytest.raises(ValueError, match="expected a CPU tensor"):
             start().add(heights, invalid)
     complete = start()
     complete.add(heights, mask)
