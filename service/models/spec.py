@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from service.core.errors import BadParameter
+from service.core.quantities import Diameter
 from service.models.spec_parts import (
     Boundaries,
     Classes,
@@ -58,7 +59,8 @@ class Input(FrozenModel):
     channels           number of channels, in the order of `channel_names` if specified
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
-    estimate_diameter  whether the diameter is estimated if a request does not specify it
+    default_diameter   object diameter in the stack that is used if a request does not specify one, such as 2.5,18,18px
+    estimate_diameter  whether the diameter is estimated if neither a request nor `default_diameter` specifies it
     normalisation      normalization of all channels, or of each channel
     roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
@@ -75,6 +77,7 @@ class Input(FrozenModel):
     channel_names: tuple[SingleLineText, ...] = ()
     voxel_size: PositiveTriple | None = None
     diameter: PositiveFloat | None = None
+    default_diameter: SingleLineText | None = None
     estimate_diameter: bool = False
     normalisation: Normalization | tuple[Normalization, ...]
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
@@ -95,6 +98,21 @@ class Input(FrozenModel):
                 f"normalisation must be one mapping, or a list with one mapping for each of the "
                 f"{self.channels} channels"
             )
+        return self
+
+    @property
+    def usual_diameter(self) -> Diameter | None:
+        """The default diameter as a quantity; None if there is no default."""
+        return None if self.default_diameter is None else Diameter.parse(self.default_diameter)
+
+    @model_validator(mode="after")
+    def _check_default_diameter(self) -> Self:
+        try:
+            has_unused_default = self.usual_diameter is not None and self.diameter is None
+        except BadParameter as error:
+            raise ValueError(f"input.default_diameter: {error}") from error
+        if has_unused_default:
+            raise ValueError("input.default_diameter requires input.diameter, to which stacks are resampled")
         return self
 
     @model_validator(mode="after")

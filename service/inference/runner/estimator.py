@@ -55,12 +55,14 @@ def make_plan(
         )
     output = _choose_output(spec, options.output)
     check_postprocessing(spec, output, options.postprocessing)
+    diameter = spec.input.usual_diameter if options.diameter is None else options.diameter
     return Plan(
         output=output,
         sw_batch_size=batch_size,
         overlap=overlap,
-        diameter=None if isinstance(options.diameter, str) else options.diameter,
-        needs_diameter_estimate=_needs_diameter_estimate(spec, options),
+        diameter=None if isinstance(diameter, str) else diameter,
+        needs_diameter_estimate=_needs_diameter_estimate(spec, replace(options, diameter=diameter)),
+        has_default_diameter=options.diameter is None and diameter is not None,
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
         views=get_best_quality_views(spec.input.mirror_axes) if options.quality == "best" else (),
