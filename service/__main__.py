@@ -32,8 +32,8 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    The status is 0 for success, 1 for a refused or failed request, 2 for a usage or configuration error, and 130 if the
-    command was interrupted.
+    The status is 0 for success, 1 for a refused or failed request, 2 for a usage or configuration error, 3 if a trained
+    model is not better than its base model, and 130 if the command was interrupted.
     """
     options = create_parser().parse_args(arguments)
     try:

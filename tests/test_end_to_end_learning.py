@@ -38,7 +38,9 @@ def models(trainable_model: ModelSpec) -> Path:
 @pytest.fixture(scope="module")
 def live(models: Path, folder: Path) -> Iterator[LiveServer]:
     with serve(
-        eager_settings(models, jobs={"folder": folder}, training=TRAINING, trainings={"niceness": 0})
+        eager_settings(
+            models, jobs={"folder": folder}, training=TRAINING, trainings={"niceness": 0, "keep_worse": True}
+        )
     ) as running:
         yield running
 
@@ -196,7 +198,9 @@ def wait(live: LiveServer, address: str) -> Any:
 @pytest.mark.thorough
 def test_full_disks_are_reported_and_the_service_recovers(models: Path, tmp_path: Path) -> None:
     annotations, trained = tmp_path / "annotations", tmp_path / "trained-models"
-    settings = eager_settings(models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0})
+    settings = eager_settings(
+        models, jobs={"folder": tmp_path}, training=TRAINING, trainings={"niceness": 0, "keep_worse": True}
+    )
     with small_disk(annotations, 400), small_disk(trained, 2_000), serve(settings) as live:
 
         def assert_healthy() -> None:
@@ -251,7 +255,11 @@ def test_training_on_part_of_a_stack_improves_the_rest(models: Path, tmp_path: P
         "dark": (np.where(labels > 0, 60, 200) + noise).astype(np.uint16),
     }
     np.save(array := io.BytesIO(), labels)
-    with serve(eager_settings(models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0})) as live:
+    with serve(
+        eager_settings(
+            models, jobs={"folder": tmp_path}, training=training, trainings={"niceness": 0, "keep_worse": True}
+        )
+    ) as live:
 
         def f1(model: str, contrast: str) -> float:
             found = LabelTiff(live.segment(as_tiff(images[contrast]), model=model).content).pixels

@@ -113,7 +113,7 @@ def test_wheel_contains_models_and_presets_where_the_service_finds_them(tmp_path
 
 def test_service_package_runs_without_the_rest_of_the_repository(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "service", tmp_path / "service")
-    code = "import service.training.evaluate, service.training.from_files; print(service.__file__)"
+    code = "import service.training.evaluate, service.training.fine_tune; print(service.__file__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_relative_to(tmp_path)
 

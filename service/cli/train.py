@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from service.cli.models import choose_model
-from service.core.config import Settings, override_settings
-from service.core.errors import BadParameter
+from service.cli.segmentation.parameters import use_option_names
+from service.core.config import Settings
 from service.core.sections.computing import Training
 
 # Options that override a setting in the section `training`, with their types and descriptions.
 TRAINING_OPTIONS = (
     ("--steps", int, "Number of training steps"),
-    ("--minutes", float, "Stop after this number of minutes, even if --steps has not been reached"),
+    ("--minutes", float, "Train for this number of minutes, including preparation and scoring, instead of --steps"),
     ("--learning-rate", float, "Maximum learning rate"),
     ("--batch-size", int, "Number of crops per step"),
     ("--edge", int, "Edge length of a crop in voxels"),
@@ -27,12 +25,7 @@ TRAINING_OPTIONS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg train`. The defaults are the settings under `training`."""
-    parser.add_argument(
-        "--images", type=Path, nargs="+", required=True, help="Stacks to train on, each with a single channel"
-    )
-    parser.add_argument(
-        "--labels", type=Path, nargs="+", required=True, help="Ground-truth labels for --images, in the same order"
-    )
+    _add_stack_options(parser)
     parser.add_argument("--out", type=Path, help="Folder for the new model, for example models/mine")
     parser.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
     defaults = Training()
@@ -43,32 +36,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("--resume", action="store_true", help="Resume from the checkpoint in --out")
     parser.add_argument(
+        "--keep", action="store_true", help="Keep the new model even if it is not better than the model of --from"
+    )
+    parser.add_argument(
         "--benchmark",
         action="store_true",
         help="Only measure the speed of training steps, with and without mixed precision",
     )
-    parser.set_defaults(run=run, extra="train")
+    parser.set_defaults(run=run, reword=use_option_names, extra="train")
+
+
+def _add_stack_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the annotated stacks."""
+    parser.add_argument(
+        "folders",
+        type=Path,
+        nargs="*",
+        metavar="FOLDER",
+        help="Folder with a stack (image.tif) and its labels (mask.tif)",
+    )
+    parser.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to train on")
+    parser.add_argument(
+        "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
+    )
+    parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
+    parser.add_argument(
+        "--axes",
+        help="Axes of the stored arrays, one letter of TZCYXS per dimension (default: the axes in the metadata)",
+    )
+    parser.add_argument(
+        "--voxel-size",
+        metavar="Z,Y,X",
+        help="Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata)",
+    )
+    parser.add_argument(
+        "--diameter",
+        help="Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' measures it on the"
+        " annotated objects, and 'none' trains at the original resolution (default: 'auto')",
+    )
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
     """Train a model and write its folder, or measure the speed of training steps. Requires the `train` extra."""
-    overrides = {name: value for name in Training.model_fields if (value := getattr(options, name, None)) is not None}
-    settings = override_settings(settings, "training", overrides)
-    base_spec = None if options.base is None else choose_model(options.base, settings)
-    training_files = (options.images, options.labels)
-    if options.benchmark:
-        from service.training.throughput import HEADER, measure_steps  # noqa: PLC0415
+    from service.cli.model_packages import train_model  # noqa: PLC0415 - its imports take several seconds
 
-        rows = [cost.format_row() for cost in measure_steps(training_files, settings, base_spec)]
-        sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
-        return 0
-    if options.out is None:
-        raise BadParameter("--out is missing. Set it to a folder for the new model, for example models/mine.")
-    from service.training.from_files import train_model  # noqa: PLC0415
-
-    spec, state = train_model(training_files, options.out, settings, base=base_spec, resume=options.resume)
-    sys.stdout.write(f"{options.out}: {spec.identifier}, {state.summarize()}\n")
-    failure = state.describe_failure()
-    if failure is not None:
-        sys.stderr.write(f"stackseg: warning: {failure}\n")
-    return 0
+    return train_model.run(options, settings)

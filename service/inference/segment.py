@@ -133,7 +133,7 @@ def _segment_variant(
 def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
     """Estimate the object diameter if the request does not specify it, and then plan the request with the estimate."""
     if not request.plan.needs_diameter_estimate:
-        return RequestWithDiameter(request, request.plan.diameter)
+        return RequestWithDiameter(request, request.plan.diameter, request.plan.diameter_notes)
     runner, volume = call.runner, call.volume
 
     def plan_request(diameter: Diameter) -> PlannedRequest:
@@ -205,7 +205,9 @@ def _assess_confidence(
 
     def collect_evidence() -> Evidence:
         likely_diameter, windows = _inspect_stack(call, plan)
-        is_diameter_given = plan.diameter is not None and not plan.needs_diameter_estimate
+        is_diameter_given = plan.diameter is not None and not (
+            plan.needs_diameter_estimate or plan.has_default_diameter
+        )
         applied_diameter = compute_applied_diameter(volume, spec, diameter)
         return Evidence(
             windows,

@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     diameter                 object diameter in the volume, which is resampled so that objects get the model's diameter;
                              None to ignore the object diameter
     needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
+    has_default_diameter     whether `diameter` is the default of the model because the request does not specify one
     skip_below               gray value; windows without brighter voxels are skipped; "auto": the background level;
                              None: no windows are skipped
     postprocessing           options of the request that change how scores are converted to objects
@@ -48,6 +49,7 @@ class Plan(NamedTuple):
     overlap: float
     diameter: Diameter | None = None
     needs_diameter_estimate: bool = False
+    has_default_diameter: bool = False
     skip_below: float | Literal["auto"] | None = None
     postprocessing: PostprocessingOptions = PostprocessingOptions()
     decode_on_host: bool = False
@@ -57,6 +59,16 @@ class Plan(NamedTuple):
     def num_views(self) -> int:
         """Number of times that each window is scored."""
         return max(len(self.views), 1)
+
+    @property
+    def diameter_notes(self) -> tuple[str, ...]:
+        """A note for the user if the default diameter of the model is used."""
+        if self.diameter is None or not self.has_default_diameter:
+            return ()
+        return (
+            f"Objects are assumed to be {self.diameter.describe()}, as in the stacks that the model was trained on. If"
+            " this is wrong, set diameter=.",
+        )
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from service.core.errors import BadParameter
+from service.models.input_spec import Input, SingleLineText
 from service.models.spec_parts import (
     Boundaries,
     Classes,
@@ -15,16 +15,13 @@ from service.models.spec_parts import (
     Flows,
     FrozenModel,
     Instances,
-    Normalization,
     Regions,
     StarConvex,
     Tiling,
 )
 
-# Strings without control characters, which are safe in terminals, HTTP headers and OME-XML.
-SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+# Strings of several lines without other control characters.
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
-PositiveTriple = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
 ActivationName = Literal["none", "sigmoid", "softmax"]
@@ -51,61 +48,6 @@ class Weights(FrozenModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     trusted: bool = False
     output: SingleLineText | None = None
-
-
-class Input(FrozenModel):
-    """The input of the network.
-
-    channels           number of channels, in the order of `channel_names` if specified
-    voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
-    diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
-    default_diameter   object diameter in voxels (y, x) if a request specifies none; only for `decoding.kind: flows`
-    estimate_diameter  whether the diameter is estimated if a request does not specify it
-    normalisation      normalization of all channels, or of each channel
-    roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
-    roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
-                       override the window, because the network is not fully convolutional
-    tiling             program whose positions and Gaussian weights of windows are used
-    resampling         how volumes are resampled to `voxel_size`: linearly, with labels from the nearest voxel, or as in
-                       nnU-Net, with cubic splines, and with scores that are resampled before they become labels
-    crop_zeros         whether planes of zeros at the faces of a volume are removed first and become background
-    mirror_axes        axes along which windows are mirrored with `quality=best`, in all combinations; None for the
-                       views that suit most models
-    """
-
-    channels: PositiveInt = 1
-    channel_names: tuple[SingleLineText, ...] = ()
-    voxel_size: PositiveTriple | None = None
-    diameter: PositiveFloat | None = None
-    default_diameter: PositiveFloat | None = None
-    estimate_diameter: bool = False
-    normalisation: Normalization | tuple[Normalization, ...]
-    roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
-    roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
-    tiling: Literal["monai", "nnunet"] = "monai"
-    resampling: Literal["linear", "nnunet"] = "linear"
-    crop_zeros: bool = False
-    mirror_axes: tuple[Literal["z", "y", "x"], ...] | None = None
-
-    def get_normalization(self, channel: int) -> Normalization:
-        """Return the normalization of a channel."""
-        return self.normalisation[channel] if isinstance(self.normalisation, tuple) else self.normalisation
-
-    @model_validator(mode="after")
-    def _check_normalization(self) -> Self:
-        if isinstance(self.normalisation, tuple) and len(self.normalisation) != self.channels:
-            raise ValueError(
-                f"normalisation must be one mapping, or a list with one mapping for each of the "
-                f"{self.channels} channels"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_multiple(self) -> Self:
-        multiples = self.roi_multiple or (1, 1, 1)
-        if any(length % multiple for length, multiple in zip(self.roi_size, multiples, strict=True)):
-            raise ValueError("roi_size must be a multiple of roi_multiple")
-        return self
 
 
 class Calibration(FrozenModel):
@@ -301,8 +243,6 @@ class ModelSpec(FrozenModel):
     def _check_flows(self) -> Self:
         keys = self.input
         if not isinstance(self.decoding, Flows):
-            if keys.default_diameter is not None:
-                raise ValueError("input.default_diameter requires `decoding.kind: flows`")
             return self
         if (keys.tiling, keys.resampling, keys.voxel_size, keys.roi_multiple) != ("monai", "linear", None, None):
             raise ValueError(

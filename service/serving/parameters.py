@@ -251,7 +251,7 @@ class Query(BaseModel):
     def selection(self) -> Selection:
         """The part of the file to read, and overrides for its metadata."""
         channel = parse_index_or_name(None if self.channel == "all" else self.channel)
-        voxel_size = None if self.voxel_size is None else _parse_voxel_size(self.voxel_size)
+        voxel_size = None if self.voxel_size is None else parse_voxel_size(self.voxel_size)
         time = None if self.time is None else parse_time(self.time)
         axes = self.axes.upper() if self.axes else None
         return Selection(channel, time, axes, voxel_size, bool(self.allow_incomplete), parse_index_or_name(self.scene))
@@ -328,7 +328,7 @@ def _find_parameter_name(loc: Sequence[int | str]) -> str | None:
     return next(iter(names[has_request_part:]), "")[:MAX_NAME_LENGTH] or None
 
 
-def _parse_voxel_size(text: str) -> VoxelSize:
+def parse_voxel_size(text: str) -> VoxelSize:
     try:
         z, y, x = (float(part) for part in text.split(","))
     except ValueError:
@@ -342,7 +342,7 @@ def _parse_voxel_size(text: str) -> VoxelSize:
 # Parsers that validate the parameters whose values are structured strings.
 STRING_PARSERS: dict[str, Callable[[str], object]] = {
     "time": parse_time,
-    "voxel_size": _parse_voxel_size,
+    "voxel_size": parse_voxel_size,
     "diameter": parse_diameter,
     "roi_size": parse_roi_size,
     "skip_below": parse_skip_below,

@@ -52,7 +52,7 @@ def score(truth: Labels, labels: Labels) -> Scores:
 
     An object has at most one match with an intersection over union above 0.5 (Kirillov et al. 2019).
     """
-    shared_voxels = _count_shared_voxels(truth, labels)
+    shared_voxels = count_shared_voxels(truth, labels)
     true_sizes, found_sizes = shared_voxels.sum(axis=1)[1:, None], shared_voxels.sum(axis=0)[None, 1:]
     overlaps = shared_voxels[1:, 1:]
     iou = overlaps / (true_sizes + found_sizes - overlaps)
@@ -86,7 +86,7 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
     return np.asarray(watershed(-distance, markers, mask=foreground))  # type: ignore[no-untyped-call]
 
 
-def _count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
+def count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
     """Count the voxels shared by each true object (row) and each found object (column). Index 0 is the background."""
     object_indices = []
     for volume in (truth, labels):

@@ -60,26 +60,6 @@ def read_pairs(images: Sequence[Path], labels: Sequence[Path]) -> list[Pair]:
     return pairs
 
 
-def split_pairs(pairs: Sequence[Pair], validation_fraction: float) -> tuple[list[Pair], list[Pair]]:
-    """Split each stack along its longest axis. The last `validation_fraction` is for validation, the rest for training.
-
-    Raises BadParameter if a part contains no objects.
-    """
-    training_pairs: list[Pair] = []
-    validation_pairs: list[Pair] = []
-    for stack_index, (image, labels) in enumerate(pairs):
-        axis = int(np.argmax(image.shape))
-        split_index = round(image.shape[axis] * (1 - validation_fraction))
-        split_volumes = [np.split(volume, [split_index], axis) for volume in (image, labels)]
-        for part_pairs, index, purpose in ((training_pairs, 0, "training"), (validation_pairs, 1, "validation")):
-            if not split_volumes[1][index].any():
-                raise BadParameter(
-                    f"Stack {stack_index + 1}: the part for {purpose} contains no objects. Change --validation."
-                )
-            part_pairs.append((split_volumes[0][index], split_volumes[1][index]))
-    return training_pairs, validation_pairs
-
-
 def compute_median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
     """Return the median extents [3] in voxels of the objects in labels [Z, Y, X], or None if there are no objects.
 
@@ -111,17 +91,6 @@ class Example(NamedTuple):
 
     image: Floats
     targets: Floats
-
-
-@dataclass(frozen=True)
-class RandomlyZoomedStacks:
-    """A source of annotated stacks. Each stack is slightly zoomed by random factors."""
-
-    pairs: Sequence[Pair]
-
-    def __call__(self, rng: np.random.Generator) -> Pair:
-        image, labels = self.pairs[int(rng.integers(len(self.pairs)))]
-        return zoom_pair(image, labels, draw_zoom(rng))
 
 
 def draw_zoom(rng: np.random.Generator) -> NDArray[np.float64]:
@@ -158,7 +127,7 @@ class ExamplePool:
     worker_count  number of processes that create examples; if 0, a thread creates the next example during training
     """
 
-    def __init__(self, dataset: ExampleDataset, size: int, *, first_number: int = 0, worker_count: int = 0) -> None:
+    def __init__(self, dataset: Dataset[Example], size: int, *, first_number: int = 0, worker_count: int = 0) -> None:
         self._source: Iterator[Example] = (
             _load_in_processes(dataset, first_number, worker_count)
             if worker_count
@@ -194,7 +163,7 @@ def _prefetch(function: Callable[[int], T], start: int) -> Generator[T, None, No
             yield current_future.result()
 
 
-def _load_in_processes(dataset: ExampleDataset, start: int, worker_count: int) -> Iterator[Example]:
+def _load_in_processes(dataset: Dataset[Example], start: int, worker_count: int) -> Iterator[Example]:
     """Return an iterator over examples in order. The worker processes live as long as the iterator.
 
     The loader has its own random generator. Otherwise, it would change the state of the global PyTorch generator.

@@ -1,311 +1,185 @@
-"""Fine-tuning of a model on annotated stacks, with scores on held-out data before and after training."""
+"""Training on annotated stacks, with scores on held-out parts before and after training.
+
+The command line and the service train with the same function. Stacks are normalized and resampled as in requests.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import yaml
-from numpy.typing import NDArray
-
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.quantities import Diameter, VoxelSize
-from service.core.types import Options, Selection, Volume
+from service.core.quantities import VoxelSize
+from service.core.types import Selection
 from service.formats import stack_reader
-from service.inference.runner.model_runner import ModelRunner
-from service.inference.segment import segment
-from service.models.repository import MODEL_FILE_NAME, read_spec
+from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Lineage, ModelSpec
-from service.training.evaluate import Scores, score
-from service.training.examples import MAX_DECODED_BYTES, Pair, compute_median_extents, zoom_pair
-from service.training.from_files import choose_dtype, prepare_training
-from service.training.model_folder import describe_stacks, draft_content, write_model
-from service.training.training_loop import CHECKPOINT_FILE, Trainer
+from service.training.examples import MAX_DECODED_BYTES
+from service.training.loop.setup import TrainerFactory, choose_dtype, make_draft_spec, prepare_training
+from service.training.loop.trainer import CHECKPOINT_FILE, Trainer
+from service.training.loop.validation import ObjectCounts, score_parts
+from service.training.model_folder import SampleSource, draft_model, write_model
+from service.training.stacks.annotated_stack import AnnotatedStack
+from service.training.stacks.parts import HeldOutParts, hold_out_parts, resample_stack
 
-Extents = tuple[float, float, float]
+log = logging.getLogger("service.train")
+
 ProgressCallback = Callable[[dict[str, Any]], None]
 """A callback for messages, each with one or more of the members stage, steps, step, loss, validation and before."""
 
-# Fraction of each stack that is held out for scoring.
-HELD_OUT_FRACTION = 0.2
-# Minimum number of objects in the held-out parts. With fewer objects, the scores would not be meaningful.
-MIN_HELD_OUT_OBJECTS = 10
-# Stacks are not resampled if their object diameter is within this factor of the model's object diameter.
-RESAMPLING_TOLERANCE = 1.15
-# Maximum factor by which stacks are enlarged or reduced.
-MAX_ZOOM = 3.0
-# Maximum number of voxels of a resampled stack.
-MAX_RESAMPLED_VOXELS = 2**27
-# Fraction of the training time that is reserved for steps. The rest is for validation.
-STEPS_TIME_FRACTION = 0.8
-# Minimum fraction of the requested time that is spent on training, no matter how long reading and scoring take.
+# Minimum fraction of the requested time that is spent on steps, no matter how long preparing and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
+# Maximum number of steps if the time is limited.
 MAX_STEPS = 3000
-# Number of validations during training.
+# Number of validations during training if the time is limited.
 VALIDATION_COUNT = 12
-
-
-class StackFiles(NamedTuple):
-    """The files of an annotated stack, its annotated region (None for the whole stack), and the object diameter."""
-
-    name: str
-    image: Path
-    labels: Path
-    region: tuple[slice, slice, slice] | None = None
-    diameter: str | None = None
-
-
-@dataclass(frozen=True)
-class AnnotatedStack:
-    """The annotated region of a stack.
-
-    pair     image and labels [Z, Y, X]
-    extents  object diameter along (z, y, x) in voxels; None if there are no objects
-    """
-
-    name: str
-    pair: Pair
-    extents: Extents | None
-
-    @property
-    def object_count(self) -> int:
-        labels = self.pair[1]
-        return int(np.count_nonzero(np.unique(labels)))
+# Number of batches for the batch normalization statistics if the time is limited.
+STATISTICS_BATCHES = 16
+# Number of objects to train on below which more annotated objects are likely to help.
+FEW_OBJECTS = 200
 
 
 class FineTuningTask(NamedTuple):
-    """The base model, the output folder and the settings for fine-tuning.
+    """The base model, the output folder and the settings for training.
 
-    base           model that provides the initial weights
+    base           model that provides the initial weights; None for random weights
     output_folder  folder of the new model
-    settings       device, threads, precision and training options
+    settings       device, threads, precision and training options; `training.minutes` includes preparing and scoring
     report         callback for progress messages
+    is_private     whether the model file must not contain the names and the pixels of the stacks
+    keeps_worse    whether the new model is kept even if it is not better than its base model
+    resumes        whether to continue from the checkpoint in the output folder
     """
 
-    base: ModelSpec
+    base: ModelSpec | None
     output_folder: Path
     settings: Settings
     report: ProgressCallback
+    is_private: bool = True
+    keeps_worse: bool = False
+    resumes: bool = False
 
 
-class FineTuningResult(NamedTuple):
-    """A new model, and a message about whether the model is better than its base model."""
+@dataclass(frozen=True)
+class FineTuningResult:
+    """The result of training.
 
-    spec: ModelSpec
-    lineage: Lineage
+    spec           the new model; None if it is not better than the base model and was therefore deleted
+    before, after  scores of the base model and of the new model on the same held-out parts
+    message        the outcome and, if there is no new model, what to do
+    summary        number of steps and validation scores
+    """
+
+    spec: ModelSpec | None
+    before: ObjectCounts
+    after: ObjectCounts
     message: str
+    summary: str
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the new model finds more objects than its base model."""
+        return is_better(self.after, self.before)
 
 
-def fine_tune(stacks: Sequence[StackFiles], task: FineTuningTask, *, minutes: float) -> FineTuningResult:
-    """Train for `minutes`, including the time for scoring, and create the model folder `task.output_folder`.
+def is_better(after: ObjectCounts, before: ObjectCounts) -> bool:
+    """Return whether the F1 score at an IoU of 0.5 increased, or the one at 0.7 if the first one is equal."""
+    return (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
 
-    The stacks must not overlap. Otherwise, training data would leak into the held-out data. Stacks are resampled to the
-    object diameter of the model, as in requests. The number of steps depends on the available time. All other options
-    are taken from the settings. Raises BadParameter, BadFile, BrokenModel and ConfigError.
+
+def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTuningResult:
+    """Train on annotated stacks, and create the model folder `task.output_folder` if the new model is better.
+
+    The stacks must not overlap. Otherwise, training data would leak into the held-out data. The model file of the new
+    model states the object diameter of the stacks, which is used for requests that do not specify a diameter. Raises
+    BadParameter, BadFile, BrokenModel and ConfigError.
     """
-    base, output_folder, settings, report = task
     start_time = time.monotonic()
-    all_stacks = [read_stack(stack) for stack in stacks]
-    training_parts, scored_parts, has_held_out_data = _hold_out_parts(
-        all_stacks, settings.training.validation, base.input.diameter
-    )
-    eager_settings = override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"})
-    report({"stage": "scoring"})
-    base_scores = score_model(base, scored_parts, eager_settings)
-    report({"before": round(base_scores.f1, 4)})
-    scoring_seconds = time.monotonic() - start_time
-    network, failure, content = _train_network(
-        training_parts, task, max(60 * minutes - 2 * scoring_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
-    )
-    spec = write_model(network, content, output_folder, _read_sample(base), settings)
-    report({"stage": "evaluating"})
-    new_scores = score_model(spec, scored_parts, eager_settings)
-    is_better = (new_scores.f1, new_scores.f1_strict) > (base_scores.f1, base_scores.f1_strict)
-    remark = (
-        f"F1 at IoU 0.5 on {new_scores.true} objects in the held-out fifth of each annotated stack."
-        if has_held_out_data
-        else f"F1 at IoU 0.5 on {new_scores.true} objects that were also used to select the weights, because there are"
-        " too few annotated objects for a separate test set."
-    )
-    lineage = Lineage(
-        parent=base.identifier,
-        annotations=len(stacks),
-        before=round(base_scores.f1, 4),
-        after=round(new_scores.f1, 4),
-        better=is_better,
-        remark=remark,
-    )
-    return FineTuningResult(
-        _add_lineage(spec, lineage), lineage, _describe_result(lineage, failure, has_held_out_data=has_held_out_data)
-    )
-
-
-def read_stack(stack: StackFiles) -> AnnotatedStack:
-    """Read the annotated region of a stack. Raises BadFile, or BadParameter if the shapes differ."""
-    image, labels = (stack_reader.read(path, Selection(), MAX_DECODED_BYTES) for path in (stack.image, stack.labels))
-    if image.shape != labels.shape:
-        raise BadParameter(f"{stack.name}: the image and the labels differ in shape: {image.shape} and {labels.shape}.")
-    region = stack.region or (slice(None),) * 3
-    pair = image.read_all()[0][region], np.ascontiguousarray(labels.read_all()[0][region])
-    return AnnotatedStack(stack.name, pair, _find_extents(stack, pair, image.voxel_size))
-
-
-def _find_extents(stack: StackFiles, pair: Pair, voxel_size: VoxelSize | None) -> Extents | None:
-    """Return the diameter that was used to segment the stack, or the median extents of the annotated objects."""
-    diameter = None if stack.diameter is None else Diameter.parse(stack.diameter).to_voxels(voxel_size)
-    extents = compute_median_extents(pair[1])
-    if diameter is not None or extents is None:
-        return diameter
-    z, y, x = extents.tolist()
-    return z, y, x
-
-
-def _hold_out_parts(
-    stacks: Sequence[AnnotatedStack], validation_fraction: float, diameter: float | None
-) -> tuple[list[AnnotatedStack], list[AnnotatedStack], bool]:
-    """Return the parts for training, the parts for scoring, and whether the parts for scoring are held out of training.
-
-    If there are too few objects, the validation part is scored: the last `validation_fraction` along the longest axis
-    after resampling to `diameter`. Raises BadParameter if that part contains no objects.
-    """
-    usable_stacks = _select_stacks(stacks, validation_fraction, diameter)
-    training_parts, held_out_parts = map(
-        list, zip(*(_split_stack(stack, HELD_OUT_FRACTION, diameter) for stack in usable_stacks), strict=True)
-    )
-    has_enough_objects = sum(part.object_count for part in held_out_parts) >= MIN_HELD_OUT_OBJECTS
-    if has_enough_objects and all(_can_split(part, validation_fraction, diameter) for part in training_parts):
-        return training_parts, held_out_parts, True
-    return usable_stacks, [_split_stack(stack, validation_fraction, diameter)[1] for stack in usable_stacks], False
-
-
-def _select_stacks(stacks: Sequence[AnnotatedStack], fraction: float, diameter: float | None) -> list[AnnotatedStack]:
-    """Return the stacks that can be split. Raises BadParameter if there are none."""
-    usable_stacks = [stack for stack in stacks if _can_split(stack, fraction, diameter)]
-    if not usable_stacks:
-        raise BadParameter(
-            f"The annotated stacks contain too few objects. At least one stack must contain objects both in the first"
-            f" {1 - fraction:.0%} along its longest axis and in the rest. Annotate more objects."
-        )
-    return usable_stacks
-
-
-def _can_split(stack: AnnotatedStack, fraction: float, diameter: float | None) -> bool:
-    """Return whether both parts of a stack contain objects."""
-    return all(part.pair[1].any() for part in _split_stack(stack, fraction, diameter))
-
-
-def _split_stack(
-    stack: AnnotatedStack, fraction: float, diameter: float | None
-) -> tuple[AnnotatedStack, AnnotatedStack]:
-    """Split off the last `fraction` of a stack along the axis that is longest after resampling. Return both parts."""
-    image, labels = stack.pair
-    axis = int(np.argmax(np.round(image.shape * compute_zoom_factors(stack, diameter))))
-    split_indices = [round(image.shape[axis] * (1 - fraction))]
-    image_parts, label_parts = np.split(image, split_indices, axis), np.split(labels, split_indices, axis)
-    first_part, last_part = (replace(stack, pair=(image_parts[index], label_parts[index])) for index in (0, 1))
-    return first_part, last_part
-
-
-def score_model(spec: ModelSpec, stacks: Sequence[AnnotatedStack], settings: Settings) -> Scores:
-    """Score a model on the objects of all stacks together. Pass an object diameter if the model supports diameters."""
-    runner = ModelRunner(spec, settings)
-    runner.warm_up()
-    scores = []
-    for stack in stacks:
-        image, labels = stack.pair
-        diameter = None if spec.input.diameter is None or stack.extents is None else Diameter(stack.extents, "px")
-        volume = Volume.from_array(np.ascontiguousarray(image)[None])
-        segmentation = segment(runner, volume, Options(diameter=diameter)).segmentation
-        scores.append(score(labels, segmentation.pixels))
-    return _combine_scores(scores)
-
-
-def _combine_scores(scores: Sequence[Scores]) -> Scores:
-    """Sum the counts of several stacks, and average the other scores, weighted by the number of objects."""
-    counts = [stack_scores.true + stack_scores.found for stack_scores in scores]
-
-    def compute_mean(values: Sequence[float]) -> float:
-        return sum(value * count for value, count in zip(values, counts, strict=True)) / max(sum(counts), 1)
-
-    return Scores(
-        true=sum(stack_scores.true for stack_scores in scores),
-        found=sum(stack_scores.found for stack_scores in scores),
-        f1=compute_mean([stack_scores.f1 for stack_scores in scores]),
-        f1_strict=compute_mean([stack_scores.f1_strict for stack_scores in scores]),
-        iou=compute_mean([stack_scores.iou for stack_scores in scores]),
-        splits=sum(stack_scores.splits for stack_scores in scores),
-        merges=sum(stack_scores.merges for stack_scores in scores),
-    )
-
-
-def _train_network(
-    training_parts: Sequence[AnnotatedStack], task: FineTuningTask, max_seconds: float
-) -> tuple[torch.nn.Module, str | None, dict[str, Any]]:
-    """Return the trained network, a message if the loss did not improve (else None), and the model file's content."""
-    base, output_folder, settings, report = task
-    pairs = [resample_stack(part, base.input.diameter) for part in training_parts]
-    content = draft_content(base, output_folder.name, [part.name for part in training_parts])
-    # All clients can see this description. Stack names are private, so replace them with the number of stacks.
-    content["training_data"] = f"{base.training_data} Then: {describe_stacks(len(training_parts))}."
-    dtype = choose_dtype(settings)
-    start_time = time.monotonic()
-    output_folder.mkdir(parents=True, exist_ok=True)
-    probe_trainer = prepare_training(pairs, settings, content, base)(output_folder, dtype)
-    seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
-    seconds_left = max(max_seconds - (time.monotonic() - start_time), MIN_TRAINING_TIME_FRACTION * max_seconds)
-    step_count = min(max(round(STEPS_TIME_FRACTION * seconds_left / seconds_per_step), MIN_STEPS), MAX_STEPS)
-    report({"stage": "learning", "steps": step_count})
-    timed_options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds_left / 60}
-    make_trainer = prepare_training(pairs, override_settings(settings, "training", timed_options), content, base)
-    trainer = make_trainer(output_folder, dtype)
-    trainer.on_progress = _ProgressReporter(report)
+    content = draft_model(stacks, task.base, task.output_folder.name, is_private=task.is_private)
+    draft = make_draft_spec(content)
+    parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], task.settings.training.validation)
+    make_trainer = prepare_training(parts, task.settings, draft, task.base)
+    task.output_folder.mkdir(parents=True, exist_ok=True)
+    trainer, before = _make_scored_trainer(make_trainer, parts, draft, task, start_time)
     network = trainer.run()
-    (output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-    return network, trainer.state.describe_failure(), content
+    task.report({"stage": "evaluating"})
+    after = score_parts(lambda images: network(images).float(), parts.test, draft)
+    (task.output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
+    summary = trainer.state.summarize()
+    if not (is_better(after, before) or task.keeps_worse):
+        shutil.rmtree(task.output_folder)
+        return FineTuningResult(None, before, after, _describe_failure(before, after, parts, draft, trainer), summary)
+    if task.base is not None:
+        content |= {"lineage": _make_lineage(before, after, parts, len(stacks), task.base).model_dump()}
+    sample = _read_base_sample(task.base, draft) if task.is_private else _choose_sample(stacks[0])
+    spec = write_model(network, content, task.output_folder, sample, task.settings)
+    return FineTuningResult(spec, before, after, _describe_success(before, after, parts), summary)
 
 
-def _read_sample(base: ModelSpec) -> NDArray[Any] | None:
-    """Return the image [Z, Y, X] of the sample of the base model, or None."""
-    # All users of a model can see its sample, so the sample must not contain a part of an annotated stack.
-    if base.sample is None:
-        return None
-    sample: NDArray[Any] = stack_reader.read(
-        base.folder / base.sample.input, Selection(), MAX_DECODED_BYTES
-    ).read_all()[0]
-    return sample
-
-
-def compute_zoom_factors(stack: AnnotatedStack, diameter: float | None) -> NDArray[np.float64]:
-    """Return the factors along (z, y, x) that resample a stack to an object diameter of about `diameter` voxels.
-
-    The factors are 1 if `diameter` is None, or if the diameter of the objects is unknown or close to `diameter`.
-    """
-    if diameter is None or stack.extents is None:
-        return np.ones(3)
-    factors = np.clip(diameter / np.asarray(stack.extents), 1 / MAX_ZOOM, MAX_ZOOM)
-    return np.ones(3) if np.all((factors < RESAMPLING_TOLERANCE) & (factors > 1 / RESAMPLING_TOLERANCE)) else factors
-
-
-def resample_stack(stack: AnnotatedStack, diameter: float | None) -> Pair:
-    """Resample image and labels to an object diameter. Raises BadParameter if the result would be too large."""
-    image, labels = stack.pair
-    factors = compute_zoom_factors(stack, diameter)
-    if np.all(factors == 1):
-        return stack.pair
-    if image.size * np.prod(factors) > MAX_RESAMPLED_VOXELS:
+def check_output_folder(folder: Path, *, resumes: bool) -> None:
+    """Raise BadParameter if a folder contains a model, or other files that training would replace."""
+    if (folder / MODEL_FILE_NAME).exists() or (folder.exists() and any(folder.iterdir()) and not resumes):
         raise BadParameter(
-            f"{stack.name}: after resampling to the model's object diameter of {diameter:g} voxels, the stack has more"
-            f" than {MAX_RESAMPLED_VOXELS:,} voxels. Annotate a smaller region."
+            f"{folder} is not empty. Choose another folder, or use --resume to continue unfinished training."
         )
-    return zoom_pair(image, labels, factors)
+
+
+def _make_scored_trainer(
+    make_trainer: TrainerFactory, parts: HeldOutParts, draft: ModelSpec, task: FineTuningTask, start_time: float
+) -> tuple[Trainer, ObjectCounts]:
+    """Return a trainer whose plan fits the available time, and the scores of the base model on the test parts."""
+    settings, dtype, report = task.settings, choose_dtype(task.settings), task.report
+    report({"stage": "scoring"})
+    scoring_start = time.monotonic()
+    probe_trainer = make_trainer(settings, task.output_folder, dtype)
+    before = score_parts(probe_trainer.compute_averaged_scores, parts.test, draft)
+    scoring_seconds = time.monotonic() - scoring_start
+    report({"before": round(before.f1, 4)})
+    log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())
+    minutes = settings.training.minutes
+    if minutes is not None:
+        seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
+        used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
+        seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
+        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), settings.training.steps)
+        log.info("a step takes %.2f s, so there is time for about %d steps", seconds_per_step, step_count)
+        options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
+        settings = override_settings(settings, "training", options)
+    del probe_trainer
+    trainer = make_trainer(settings, task.output_folder, dtype)
+    if minutes is not None:
+        trainer.plan = trainer.plan.model_copy(update={"statistics": STATISTICS_BATCHES})
+    if task.resumes:
+        trainer.resume()
+    report({"stage": "learning", "steps": trainer.plan.steps})
+    trainer.on_progress = _ProgressReporter(report)
+    return trainer, before
+
+
+def _choose_sample(stack: AnnotatedStack) -> SampleSource:
+    return SampleSource(stack.volume.read_all()[0][stack.region], stack.labels, stack.volume.voxel_size)
+
+
+def _read_base_sample(base: ModelSpec | None, draft: ModelSpec) -> SampleSource | None:
+    """Return the sample of the base model, or None. Its objects have the default diameter of the new model."""
+    # All users of a model can see its sample, so the sample must not contain a part of an annotated stack.
+    if base is None or base.sample is None:
+        return None
+    path = base.folder / base.sample.input
+    volume, diameter = stack_reader.read(path, Selection(), MAX_DECODED_BYTES), draft.input.usual_diameter
+    voxel_size = volume.voxel_size
+    if diameter is not None and diameter.unit == "um" and draft.input.diameter is not None:
+        z, y, x = (length / draft.input.diameter for length in diameter.lengths)
+        voxel_size = VoxelSize(z, y, x)
+    return SampleSource(volume.read_all()[0], voxel_size=voxel_size)
 
 
 class _ProgressReporter:
@@ -318,33 +192,65 @@ class _ProgressReporter:
         state = trainer.state
         if trainer.is_finishing:
             self._report({"stage": "finishing"})
-        for step, _, _, validation_loss, *_ in state.curve[self._reported_validation_count :]:
-            self._report({"validation": [step, validation_loss]})
+        for row in state.curve[self._reported_validation_count :]:
+            self._report({"validation": [row[0], row[3]], "f1": [row[0], row[6]]})
         self._reported_validation_count = len(state.curve)
         if state.step > self._reported_step and trainer.latest_loss is not None:
             self._report({"step": state.step, "loss": trainer.latest_loss})
         self._reported_step = state.step
 
 
-def _add_lineage(spec: ModelSpec, lineage: Lineage) -> ModelSpec:
-    """Add the lineage to the model file, and return the updated spec."""
-    path = spec.folder / MODEL_FILE_NAME
-    content = yaml.safe_load(path.read_text(encoding="utf-8")) | {"lineage": lineage.model_dump()}
-    path.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    return read_spec(spec.folder)
-
-
-def _describe_result(lineage: Lineage, failure: str | None, *, has_held_out_data: bool) -> str:
-    """Return a message about the result of fine-tuning."""
-    score_text = f"F1 {lineage.before:.2f} before, {lineage.after:.2f} after"
-    if lineage.better:
-        message = f"The new model is better on the annotated stacks: {score_text}."
-    else:
-        message = f"The new model is not better: {score_text}. Correct more objects, or train for longer."
-    if failure is not None:
-        message += " It has the weights of the base model, because the validation loss did not improve."
-    return (
-        message
-        if has_held_out_data
-        else f"{message} Too few objects are annotated, so the scored objects were also used to select the weights."
+def _make_lineage(
+    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, stack_count: int, base: ModelSpec
+) -> Lineage:
+    remark = (
+        f"F1 at IoU 0.5 on {after.true} objects in the held-out fifth of each annotated stack."
+        if parts.has_separate_test
+        else f"F1 at IoU 0.5 on {after.true} objects that were also used to select the weights, because there are too"
+        " few annotated objects for a separate test set."
     )
+    return Lineage(
+        parent=base.identifier,
+        annotations=stack_count,
+        before=round(before.f1, 4),
+        after=round(after.f1, 4),
+        better=is_better(after, before),
+        remark=remark,
+    )
+
+
+def _describe_success(before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts) -> str:
+    """Return a message about a model that is kept."""
+    outcome = "is better" if is_better(after, before) else "is not better, but was kept"
+    return (
+        f"The new model {outcome} on {after.true} held-out objects: before training, {before.describe()}; after"
+        f" training, {after.describe()}.{_describe_reuse(parts)}"
+    )
+
+
+def _describe_failure(
+    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, draft: ModelSpec, trainer: Trainer
+) -> str:
+    """Return a message with advice about a model that is not kept."""
+    advice = []
+    if draft.input.default_diameter is not None:
+        advice.append(
+            f"use the base model with diameter={draft.input.default_diameter}, which was also used for both scores"
+        )
+    training_count = sum(part.object_count for part in parts.training)
+    if training_count < FEW_OBJECTS:
+        advice.append(f"annotate more objects, because there are only {training_count} to train on")
+    if trainer.state.step < MAX_STEPS:
+        advice.append("train for longer")
+    advice.append("start from another model")
+    return (
+        f"The new model is not better than the base model on {after.true} held-out objects, so it was not kept: before"
+        f" training, {before.describe()}; after training, {after.describe()}. What to try: {'; '.join(advice)}."
+        f"{_describe_reuse(parts)}"
+    )
+
+
+def _describe_reuse(parts: HeldOutParts) -> str:
+    if parts.has_separate_test:
+        return ""
+    return " Too few objects are annotated, so the scored objects were also used to select the weights."

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,18 +17,21 @@ from torch import nn
 
 from service.core.config import Settings, override_settings
 from service.core.files.atomic_files import write_atomically
+from service.core.quantities import VoxelSize
 from service.core.types import Options, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.repository import MODEL_FILE_NAME, read_spec
 from service.models.spec import ModelSpec, Sample
+from service.training.stacks.annotated_stack import AnnotatedStack, choose_default_diameter
 
 NEW_MODEL_CONTENT: dict[str, Any] = {
     "licence": "Not stated.",
     "architecture": {"name": "ShuffleUNet", "arguments": {"in_channels": 1, "out_channels": 2}},
     "input": {
         "channels": 1,
+        "diameter": 20.0,
         "normalisation": {"kind": "percentile"},
         "roi_size": [64, 64, 64],
         "roi_multiple": [16, 16, 16],
@@ -36,6 +41,39 @@ NEW_MODEL_CONTENT: dict[str, Any] = {
     "decoding": {"kind": "instances", "minimum_size": 32},
 }
 """Keys of the model file for training from random weights. The other keys of `Instances` have defaults."""
+
+
+def draft_model(
+    stacks: Sequence[AnnotatedStack], base: ModelSpec | None, name: str, *, is_private: bool
+) -> dict[str, Any]:
+    """Return the content of a new model file for annotated stacks, without `weights`.
+
+    The object diameter of the stacks becomes the default for requests. The names of private stacks are replaced with
+    their number, because all clients can see the description of a model.
+    """
+    content = draft_content(base, name, [stack.name for stack in stacks])
+    if is_private:
+        prefix = "" if base is None else f"{base.training_data} Then: "
+        content["training_data"] = f"{prefix}{describe_stacks(len(stacks))}."
+    if content["input"].get("diameter") is not None:
+        diameter = choose_default_diameter(stacks)
+        content["input"] = content["input"] | {
+            "default_diameter": None if diameter is None else str(diameter),
+            "estimate_diameter": False,
+        }
+    return content
+
+
+class SampleSource(NamedTuple):
+    """An image [Z, Y, X] from which the sample is cut.
+
+    labels      labels [Z, Y, X] of the image; None to cut the sample from the center
+    voxel_size  in micrometers; None if unknown
+    """
+
+    image: NDArray[Any]
+    labels: NDArray[Any] | None = None
+    voxel_size: VoxelSize | None = None
 
 
 def describe_stacks(count: int) -> str:
@@ -63,19 +101,18 @@ def draft_content(base: ModelSpec | None, name: str, stack_names: list[str]) -> 
 
 
 def write_model(
-    network: nn.Module, content: dict[str, Any], folder: Path, image: NDArray[Any] | None, settings: Settings
+    network: nn.Module, content: dict[str, Any], folder: Path, sample: SampleSource | None, settings: Settings
 ) -> ModelSpec:
     """Write the weights, the model file and a sample to `folder`. Return the spec of the model. Raises BrokenModel.
 
-    The sample is a window from the center of `image` [Z, Y, X], and is used to compare engines. If `image` is None, no
-    sample is written.
+    The sample is a window of an image, and is used to compare engines. If `sample` is None, no sample is written.
     """
     save_weights(network, folder)
     digest = hashlib.sha256((folder / "weights.safetensors").read_bytes()).hexdigest()
     model_content = content | {"weights": {"file": "weights.safetensors", "sha256": digest}}
-    if image is not None:
+    if sample is not None:
         model_content |= {"sample": Sample().model_dump()}
-        _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), image, settings)
+        _write_sample(ModelSpec.model_validate({**model_content, "folder": folder}), sample, settings)
     document = yaml.safe_dump(model_content, sort_keys=False, allow_unicode=True)
     (folder / MODEL_FILE_NAME).write_text(document, encoding="utf-8")
     return read_spec(folder)
@@ -89,12 +126,28 @@ def save_weights(network: nn.Module, folder: Path) -> None:
         save_file(state, partial_path)
 
 
-def _write_sample(spec: ModelSpec, image: NDArray[Any], settings: Settings) -> None:
-    sample = spec.sample or Sample()
-    starts = [max(0, length - edge) // 2 for length, edge in zip(image.shape, spec.input.roi_size, strict=True)]
-    window = image[tuple(slice(start, start + edge) for start, edge in zip(starts, spec.input.roi_size, strict=True))]
+def _write_sample(spec: ModelSpec, source: SampleSource, settings: Settings) -> None:
+    sample, image = spec.sample or Sample(), source.image
+    window = image[_find_window(image.shape, spec.input.roi_size, source.labels)]
     runner = ModelRunner(spec, override_settings(settings, "engine", {"kind": "eager", "precision": "fp32"}))
     runner.warm_up()
-    segmentation = segment(runner, Volume.from_array(np.ascontiguousarray(window)[None]), Options()).segmentation
-    tiff_writer.write(Segmentation(window, "labels"), spec.folder / sample.input)
+    volume = Volume.from_array(np.ascontiguousarray(window)[None], source.voxel_size)
+    segmentation = segment(runner, volume, Options()).segmentation
+    tiff_writer.write(Segmentation(window, "labels", source.voxel_size), spec.folder / sample.input)
     tiff_writer.write(segmentation, spec.folder / sample.expected)
+
+
+def _find_window(shape: Sequence[int], size: Sequence[int], labels: NDArray[Any] | None) -> tuple[slice, ...]:
+    """Return the window of at most `size` voxels with the most object voxels, or the window at the center."""
+    lengths = [min(length, edge) for length, edge in zip(shape, size, strict=True)]
+    ends = [total - length for total, length in zip(shape, lengths, strict=True)]
+    starts = [sorted({*range(0, end, max(length // 2, 1)), end}) for end, length in zip(ends, lengths, strict=True)]
+    windows = [_make_window(corner, lengths) for corner in itertools.product(*starts)]
+    center = _make_window([end // 2 for end in ends], lengths)
+    if labels is None or not labels.any():
+        return center
+    return max(windows, key=lambda window: int(np.count_nonzero(labels[window])))
+
+
+def _make_window(corner: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(corner, lengths, strict=True))

@@ -20,13 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from service.core.config import Settings
+from service.core.config import Settings, override_settings
 from service.core.errors import OutOfMemory, OutOfStorage, StackSegError
 from service.core.hardware import devices
 from service.core.hardware.devices import translate_error
 from service.formats.sandbox.confinement import TRAINING_LAYERS, confine
 from service.models.repository import read_spec
-from service.training.fine_tune import FineTuningTask, ProgressCallback, StackFiles, fine_tune
+from service.training.fine_tune import MAX_STEPS, FineTuningTask, ProgressCallback, fine_tune
+from service.training.stacks.annotated_stack import StackFiles, read_stack
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +77,14 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
     _limit_memory(int(request["memory_bytes"]), settings)
     if _is_disk_full(request):
         raise OutOfStorage(DISK_FULL_MESSAGE)
-    stacks = [_parse_stack(stack) for stack in request["stacks"]]
-    task = FineTuningTask(read_spec(Path(request["base"])), Path(request["out"]), settings, report)
-    result = fine_tune(stacks, task, minutes=request["minutes"])
-    lineage = result.lineage
-    report({"done": {"after": lineage.after, "better": lineage.better, "message": result.message}})
+    settings = override_settings(settings, "training", {"minutes": request["minutes"], "steps": MAX_STEPS})
+    base = read_spec(Path(request["base"]))
+    has_diameter = base.input.diameter is not None
+    stacks = [read_stack(_parse_stack(stack), has_diameter=has_diameter) for stack in request["stacks"]]
+    task = FineTuningTask(base, Path(request["out"]), settings, report, keeps_worse=bool(request["keep_worse"]))
+    result = fine_tune(stacks, task)
+    outcome = {"after": round(result.after.f1, 4), "better": result.is_better, "message": result.message}
+    report({"done": outcome})
 
 
 def describe_error(error: Exception, request: dict[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from service.core.config import Settings
 from service.core.hardware import devices
 from service.engine.precision import DTYPES
 from service.models.spec import ModelSpec
-from service.training.examples import read_pairs
-from service.training.from_files import StackPaths, prepare_training
-from service.training.model_folder import draft_content
-from service.training.training_loop import Trainer
+from service.training.loop.setup import make_draft_spec, prepare_training
+from service.training.loop.trainer import Trainer
+from service.training.model_folder import draft_model
+from service.training.stacks.annotated_stack import AnnotatedStack
+from service.training.stacks.parts import hold_out_parts, resample_stack
 
 HEADER = "| precision | crops per second | milliseconds per step | peak memory of a step |\n|---|---|---|---|"
 WARM_UP_STEP_COUNT = 2
@@ -48,15 +50,19 @@ class StepCost:
         return f"| {self.precision} | {crops_per_second:.2f} | {1000 * self.seconds:.0f} | {memory_text} |"
 
 
-def measure_steps(paths: StackPaths, settings: Settings, base: ModelSpec | None = None) -> list[StepCost]:
-    """Measure training steps in FP32 and in mixed precision. Raises the errors of `train_model`."""
+def measure_steps(
+    stacks: Sequence[AnnotatedStack], settings: Settings, base: ModelSpec | None = None
+) -> list[StepCost]:
+    """Measure training steps in FP32 and in mixed precision. Raises the errors of `fine_tune`."""
     device = devices.choose_device(settings.device.name)
     precisions = choose_precisions(settings.engine.precision, devices.list_native_precisions(device))
-    make_trainer = prepare_training(read_pairs(*paths), settings, draft_content(base, "mine", []), base)
+    draft = make_draft_spec(draft_model(stacks, base, "mine", is_private=False))
+    parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], settings.training.validation)
+    make_trainer = prepare_training(parts, settings, draft, base)
     trainers, memory_peaks = list[Trainer](), list[int | None]()
     with tempfile.TemporaryDirectory(prefix="stackseg-benchmark-") as folder:
         for precision in precisions:
-            trainers.append(make_trainer(Path(folder), DTYPES[precision]))
+            trainers.append(make_trainer(settings, Path(folder), DTYPES[precision]))
             memory_peaks.append(_measure_peak_memory(trainers[-1], device))
         step_times: list[list[float]] = [[] for _ in precisions]
         deadline = time.monotonic() + MAX_MEASURING_SECONDS

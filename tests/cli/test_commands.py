@@ -120,9 +120,9 @@ def test_trained_model_is_available_immediately(
 ) -> None:
     out, training_options = base.folder.parent / "mine", ["--learning-rate", "0.01", "--steps", "20"]
     command = [*training_command(stack, base), *training_options, "--out", str(out), *config]
-    assert main(command) == 0
+    assert main([*command, "--keep"]) == 0
     output = capsys.readouterr()
-    assert "mine/1, 20 steps, validation loss " in output.out
+    assert "mine/1, 20 steps, F1 on the validation parts " in output.out
     assert "nan" not in output.out + output.err + (out / "training.csv").read_text()
     spec = read_spec(out)
     assert spec.weights.sha256 != base.weights.sha256
@@ -234,6 +234,16 @@ def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
 def test_help_contains_the_defaults_of_the_default_model(name: str) -> None:
     value = getattr(read_spec(ROOT / "models" / "nuclei").decoding, name)
     assert f"the model's setting; {value:g} for the model nuclei" in PARAMETERS[name][1]
+
+
+def test_model_that_is_not_better_gives_a_status_and_advice(
+    base: ModelSpec, config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
+    options = ["--edge", "16", "--from", str(base.folder), "--steps", "1", "--learning-rate", "1e-30", *config]
+    output = run_stackseg("train", stack, *options, "--out", tmp_path / "mine", "--diameter", "none", status=3)
+    assert "stackseg: The new model is not better than the base model" in output
+    assert "What to try: annotate more objects" in output
+    assert not (tmp_path / "mine").exists()
 
 
 def test_train_requires_a_model_folder(stack: Path, run_stackseg: Any) -> None:

@@ -39,7 +39,11 @@ def live(trainable_model: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -
         copy_model(trainable_model.folder, models / name)
     jobs = {"folder": tmp_path_factory.mktemp("service")}
     settings = eager_settings(
-        models, models={"default": "random-nuclei"}, jobs=jobs, training=TRAINING, trainings={"niceness": 0}
+        models,
+        models={"default": "random-nuclei"},
+        jobs=jobs,
+        training=TRAINING,
+        trainings={"niceness": 0, "keep_worse": True},
     )
     with serve(settings) as service:
         image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))

@@ -14,7 +14,6 @@ from service.training.examples import (
     ExampleDataset,
     ExamplePool,
     Pair,
-    RandomlyZoomedStacks,
     compute_mean_diameter,
     compute_median_extents,
     draw_batch,
@@ -66,15 +65,6 @@ def test_refresh_replaces_the_oldest_volume(pool: ExamplePool) -> None:
     pool.refresh()
     assert pool[0] is not oldest
     assert pool[1] is newest
-
-
-def test_zoomed_stacks_keep_their_objects() -> None:
-    image = np.zeros((12, 24, 24), np.uint16)
-    image[3:9, 6:18, 6:18] = 500
-    zoomed_image, labels = RandomlyZoomedStacks([(image, (image > 0).astype(np.uint8))])(np.random.default_rng(0))
-    assert zoomed_image.shape == labels.shape != image.shape
-    assert set(np.unique(labels)) == {0, 1}
-    assert np.median(zoomed_image[labels == 1]) == 500
 
 
 def test_images_and_labels_must_match(tmp_path: Path) -> None:

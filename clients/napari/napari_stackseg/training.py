@@ -13,7 +13,7 @@ from stackseg_client.errors import RequestError
 from napari_stackseg.connection import Connection, annotate, cancel_training, get_training, list_annotations, train
 
 POLL_SECONDS = 1.0
-FINAL_STATES = frozenset({"done", "failed", "cancelled", "interrupted"})
+FINAL_STATES = frozenset({"done", "unimproved", "failed", "cancelled", "interrupted"})
 # Problems that uploading the stack again solves: the job was deleted, or its stack.
 _GONE = frozenset({"unknown-job", "unknown-stack", "result-gone"})
 
@@ -90,6 +90,8 @@ def describe_training(report: dict[str, Any]) -> str:
     """Return the state of a training run for people."""
     if report["state"] in {"failed", "cancelled", "interrupted"}:
         return f"The training was {report['state']}. {report.get('message') or ''}".replace("was failed", "failed")
+    if report["state"] == "unimproved":
+        return f"The training did not improve the model. {report.get('message') or ''}"
     if report["state"] == "waiting":
         return f"Waiting for other training runs, position {report['position']}."
     if report["state"] == "done":

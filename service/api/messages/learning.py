@@ -182,9 +182,12 @@ class TrainingReport(BaseModel):
       if the training run takes longer than requested.
     - `loss`: pairs of a step and the training loss at this step.
     - `validation`: pairs of a step and the validation loss at this step. The first pair was measured before training.
-    - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at an
-      intersection over union (IoU) of 0.5.
-    - `better`: whether the new model has a higher score than the base model.
+    - `f1`: pairs of a step and the F1 score of the objects in the validation parts at this step, at an intersection
+      over union (IoU) of 0.5.
+    - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at the
+      same IoU.
+    - `better`: whether the new model has a higher score than the base model. If not, the state is `unimproved`, and
+      there is no new model, unless the operator has set `trainings.keep_worse`.
     - `message`: the outcome as a sentence, or why the training run failed.
     """
 
@@ -205,6 +208,7 @@ class TrainingReport(BaseModel):
     seconds_left: float | None
     loss: list[tuple[int, float]]
     validation: list[tuple[int, float]]
+    f1: list[tuple[int, float]]
     before: float | None
     after: float | None
     better: bool | None
@@ -265,6 +269,7 @@ def report_training(trainings: TrainingManager, record: TrainingRecord) -> Train
         seconds_left=None if seconds_left is None else round(seconds_left, 1),
         loss=list(record.loss),
         validation=list(record.validation),
+        f1=list(record.f1),
         before=record.before,
         after=record.after,
         better=record.better,

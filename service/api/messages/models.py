@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel
 from service.api.messages.text import RedactedText
 from service.core.errors import remove_host_details
 from service.inference.types import EngineReport
-from service.models.spec import Input, Lineage
+from service.models.input_spec import Input
+from service.models.spec import Lineage
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
 

@@ -146,7 +146,7 @@ def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> Confid
             used_diameter=compute_applied_diameter(
                 plan, spec, plan.diameter if estimate is None else estimate.diameter
             ),
-            is_diameter_given=plan.diameter is not None,
+            is_diameter_given=plan.diameter is not None and plan.options.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
 

@@ -143,6 +143,7 @@ class Trainings(Section):
     models        maximum number of models in `models.trained_folder`; once it is reached, no training run can start
     memory_bytes  memory limit for the training process, not including the libraries that it loads
     niceness      niceness of the training process; 0: same CPU priority as requests, 19: lowest priority
+    keep_worse    whether to keep new models that are not better than their base models
     """
 
     enabled: bool = True
@@ -151,6 +152,7 @@ class Trainings(Section):
     models: PositiveInt = 200
     memory_bytes: PositiveInt = 8 * 2**30
     niceness: Annotated[int, Field(ge=0, le=19)] = 19
+    keep_worse: bool = False
 
 
 class Server(Section):

@@ -100,7 +100,7 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
         skip_result = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
         notes = (
             *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
-            *(() if diameter_estimate is None else (diameter_estimate.note,)),
+            *(plan_with_diameter.diameter_notes if diameter_estimate is None else (diameter_estimate.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
             *skip_result.notes,
             *volume.notes,

@@ -58,12 +58,14 @@ def make_plan(
         )
     output = _choose_output(spec, options.output)
     check_postprocessing(spec, output, options.postprocessing)
+    diameter = spec.input.usual_diameter if options.diameter is None else options.diameter
     return Plan(
         output=output,
         sw_batch_size=batch_size,
         overlap=overlap,
-        diameter=_choose_diameter(spec, options),
-        needs_diameter_estimate=_needs_diameter_estimate(spec, options),
+        diameter=None if isinstance(diameter, str) else diameter,
+        needs_diameter_estimate=_needs_diameter_estimate(spec, replace(options, diameter=diameter)),
+        has_default_diameter=options.diameter is None and diameter is not None,
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
         views=get_best_quality_views(spec.input.mirror_axes) if options.quality == "best" else (),
@@ -104,14 +106,6 @@ def _choose_overlap(spec: ModelSpec, settings: Settings, options: Options) -> fl
     if options.quality == "best":
         default_overlap = max(default_overlap, min(BEST_QUALITY_OVERLAP, settings.limits.overlap))
     return default_overlap if options.overlap is None else options.overlap
-
-
-def _choose_diameter(spec: ModelSpec, options: Options) -> Diameter | None:
-    """Return the object diameter of the request, or the default diameter of the model."""
-    if isinstance(options.diameter, Diameter):
-        return options.diameter
-    default_diameter = spec.input.default_diameter if options.diameter is None else None
-    return None if default_diameter is None else Diameter((default_diameter,), "px")
 
 
 def _check_limits(limits: Limits, batch_size: int, overlap: float) -> None:

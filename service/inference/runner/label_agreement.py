@@ -21,7 +21,7 @@ from service.core.telemetry import step
 from service.core.types import Array, OutputKind, Segmentation, Selection
 from service.formats import stack_reader
 from service.inference.decoding.decoders import make_decoder
-from service.inference.preprocessing.resample import prepare_tensor
+from service.inference.preprocessing.resample import prepare
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import SlidingWindow
 from service.models.spec import ModelSpec
@@ -190,7 +190,7 @@ def _read_sample(spec: ModelSpec) -> Tensor | None:
     volume = stack_reader.read(spec.folder / spec.sample.input, Selection(), MAX_SAMPLE_BYTES)
     if volume.shape[0] != spec.input.channels:
         return None
-    return prepare_tensor(volume, spec)
+    return prepare(volume, spec, spec.input.usual_diameter).image.to_tensor()
 
 
 def compute_label_difference(segmentation_a: Segmentation, segmentation_b: Segmentation) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
-from service.models.spec import ActivationName, Input
+from service.models.input_spec import Input
+from service.models.spec import ActivationName
 from service.models.spec_parts import Normalization, PercentileNormalization, RangeNormalization
 
 Step = dict[str, Any]

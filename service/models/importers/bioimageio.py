@@ -33,7 +33,7 @@ from service.models.importers.draft import (
     find_file,
     read_mapping,
 )
-from service.models.spec import Input
+from service.models.input_spec import Input
 
 DESCRIPTION_FILES = ("rdf.yaml", "bioimageio.yaml", "model.yaml")
 SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (

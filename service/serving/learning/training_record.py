@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 from service.core.files.atomic_files import write_atomically
 
-TrainingState = Literal["waiting", "running", "done", "failed", "cancelled", "interrupted"]
+# A run is "unimproved" if the new model was not better than its base model and was therefore deleted.
+TrainingState = Literal["waiting", "running", "done", "unimproved", "failed", "cancelled", "interrupted"]
 # Stages of a training run. "learning" covers the optimizer steps. The new model is scored in "evaluating".
 TrainingStage = Literal["reading", "scoring", "learning", "finishing", "evaluating", "serving"]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
@@ -35,6 +36,7 @@ class TrainingRecord:
     stage       current stage; the first stage while the training run is waiting
     loss        pairs of step and training loss, thinned out if there are many steps
     validation  pairs of step and validation loss; the first pair is from before the first step
+    f1          pairs of step and F1 score of the objects in the validation parts
     before      score of the base model on held-out data: F1 at an intersection over union of 0.5
     after       score of the new model on the same data
     better      whether the new model is better than the base model
@@ -61,6 +63,7 @@ class TrainingRecord:
     message: str = ""
     stride: int = 1
     stage: TrainingStage = "reading"
+    f1: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -88,7 +91,10 @@ class TrainingRecord:
             self.before = float(progress["before"])
         if "validation" in progress:
             step, loss = progress["validation"]
-            _append_point(self.validation, int(step), float(loss))
+            _append_point(self.validation, int(step), math.nan if loss is None else float(loss))
+        if "f1" in progress:
+            step, f1 = progress["f1"]
+            _append_point(self.f1, int(step), float(f1))
         if "loss" in progress:
             self._add_loss(int(progress["step"]), float(progress["loss"]))
         if "done" in progress:
@@ -122,7 +128,7 @@ class TrainingRecord:
 
 
 def _append_point(curve: list[tuple[int, float]], step: int, loss: float) -> None:
-    """Add a point to a loss curve. Skip NaN and infinity, which JSON does not support."""
+    """Add a point to a curve. Skip NaN and infinity, which JSON does not support."""
     if math.isfinite(loss):
         curve.append((step, loss))
 

@@ -228,11 +228,16 @@ class TrainingManager:
             self.queue.save(record)
         elif failure is not None:
             self.queue.end(record, "failed", failure)
+        elif not (self._settings.trained_folder / record.name / MODEL_FILE_NAME).is_file():
+            self.queue.end(record, "unimproved", record.message)
         else:
             self._serve(record)
 
     def _make_model(self, record: TrainingRecord) -> str | None:
-        """Create the model folder atomically. If that fails, return the reason. Raises StackSegError."""
+        """Create the model folder atomically. If that fails, return the reason. Raises StackSegError.
+
+        No folder is created if the new model is not better than its base model.
+        """
         models_folder = self._settings.trained_folder
         # The registry does not find models in this folder, because it does not search nested folders.
         work_folder = models_folder / f"{WORK_FOLDER_PREFIX}{record.id}"
@@ -241,10 +246,11 @@ class TrainingManager:
             lock_fd = make_locked_folder(work_folder)
             try:
                 failure = self._train(record, work_folder / record.name)
-                if failure is None:
+                has_model = failure is None and (work_folder / record.name).is_dir()
+                if has_model:
                     write_owner(work_folder / record.name, record.owner)
                 with self.queue.condition:
-                    if failure is None and not self._interrupt_if_stopping(record):
+                    if has_model and not self._interrupt_if_stopping(record):
                         (work_folder / record.name).rename(models_folder / record.name)
                 return failure
             finally:
@@ -275,7 +281,8 @@ class TrainingManager:
                 self._child = None
                 if self._interrupt_if_stopping(record):
                     return record.message
-            if failure is None and (model_folder / MODEL_FILE_NAME).is_file() and record.after is not None:
+            is_complete = (model_folder / MODEL_FILE_NAME).is_file() or record.better is False
+            if failure is None and is_complete and record.after is not None:
                 return None
             return child.explain_failure(failure)
 
@@ -291,6 +298,7 @@ class TrainingManager:
             "minutes": record.minutes,
             "memory_bytes": limits.memory_bytes,
             "niceness": limits.niceness,
+            "keep_worse": limits.keep_worse,
             "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }
 

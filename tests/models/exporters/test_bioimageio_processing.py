@@ -10,7 +10,8 @@ from service.core.errors import UnsupportedPackage
 from service.models.exporters.bioimageio_processing import make_postprocessing, make_preprocessing
 from service.models.importers.bioimageio_processing import read_activation, read_normalization
 from service.models.importers.draft import Fields
-from service.models.spec import ActivationName, Input
+from service.models.input_spec import Input
+from service.models.spec import ActivationName
 
 
 def make_input(*normalizations: dict[str, Any]) -> Input:

@@ -55,6 +55,7 @@ class TrainingView {
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
     this.detailText = element("p", { class: "muted" });
     this.curves = new LineChart("Loss", ["training", "validation"]);
+    this.scoreCurve = new LineChart("Correctly segmented objects (F1)", ["held-out objects"]);
     this.result = element("div", { class: "training-result" });
     this.stopButton = button(
       "Stop the training",
@@ -72,6 +73,7 @@ class TrainingView {
         this.stateText,
         this.progressBar,
         this.detailText,
+        this.scoreCurve.root,
         this.curves.root,
         this.result,
         this.stopButton,
@@ -82,7 +84,7 @@ class TrainingView {
 
   /** @param {TrainingRun} trainingRun */
   show(trainingRun) {
-    const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation } = trainingRun;
+    const { state, stage, step, steps, seconds_left: secondsLeft, loss, validation, f1 } = trainingRun;
     this.stateText.textContent = describeTrainingRun(trainingRun);
     this.progressBar.hidden = this.stopButton.hidden = this.note.hidden = isFinished(trainingRun);
     if (stage === "learning" && steps) this.progressBar.value = Math.min(1, step / steps);
@@ -94,6 +96,7 @@ class TrainingView {
       .filter(Boolean)
       .join(", ");
     this.curves.show([loss, validation]);
+    this.scoreCurve.show([f1]);
     this.#showResult(trainingRun);
   }
 
@@ -166,6 +169,7 @@ function describeTrainingRun({ state, stage, name, better, position, model }) {
     {
       waiting: "Waiting to start",
       failed: "The training failed",
+      unimproved: `The training did not improve the model, so ${name} was not kept`,
       cancelled: "The training was stopped",
       interrupted: "The training was interrupted because the service stopped. Start the training again.",
     }[state] ?? state

@@ -108,7 +108,7 @@ def read_file(path: Path) -> Draft:
         "input": {
             "channels": 1,
             "diameter": diameter,
-            "default_diameter": default_diameter,
+            "default_diameter": f"{default_diameter:g}px",
             "normalisation": {"kind": "percentile", "low": 1.0, "high": 99.0},
             "roi_size": list(WINDOW),
         },

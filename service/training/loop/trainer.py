@@ -8,116 +8,39 @@ import logging
 import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from monai.metrics.meandice import compute_dice
-from pydantic import Field, PositiveInt
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
-from service.core.sections.computing import Training
-from service.training.examples import (
-    STEPS_PER_REFRESH,
-    ExampleDataset,
-    ExamplePool,
-    Normalizer,
-    Pair,
-    RandomlyZoomedStacks,
-    cut_tiles,
-    draw_batch,
-    prefetch_batches,
-)
+from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
 from service.training.instance_targets import instance_loss
+from service.training.loop.plan import CURVE_COLUMNS, TrainerState, TrainingPlan, ValidationScores, format_number
 from service.training.techniques import checkpoint_blocks, make_convolutions_safe, recompute_statistics, update_average
+
+if TYPE_CHECKING:
+    from service.training.loop.validation import Validator
 
 log = logging.getLogger("service.train")
 
 CHECKPOINT_FILE = "checkpoint.pt"
 CURVE_FILE = "training.csv"
-CURVE_COLUMNS = ("step", "learning_rate", "loss", "validation", "skipped", "dice")
-
-
-class TrainingPlan(Training):
-    """Training options: the settings and two additional options.
-
-    Durations are in steps, so that the same seed gives the same result on machines of different speed. The learning
-    rate has a linear warm-up during the first twentieth of the steps, and then a cosine decay. Checkpoints contain the
-    options by name, so renaming a field would prevent resuming from older checkpoints.
-
-    averaging   decay per step of the moving average of the weights, which is used for the new model
-    statistics  number of batches from which the batch normalization statistics of the averaged network are computed
-    """
-
-    averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
-    statistics: PositiveInt = 40
-
-    def get_learning_rate(self, step: int) -> float:
-        """Return the learning rate of a zero-based step."""
-        progress, warm_up_fraction = step / self.steps, 0.05
-        if progress < warm_up_fraction:
-            return self.learning_rate * (0.1 + 0.9 * progress / warm_up_fraction)
-        return self.learning_rate * max(
-            0.5 * (1 + math.cos(math.pi * (progress - warm_up_fraction) / (1 - warm_up_fraction))), 1e-3
-        )
-
-
-@dataclass
-class TrainerState:
-    """The progress of training: the content of a checkpoint except for tensors. Checkpoints contain the field names.
-
-    step     number of completed steps
-    best     lowest validation loss
-    stale    number of validations since the validation loss last improved
-    skipped  number of skipped steps
-    curve    a row with the columns `CURVE_COLUMNS` for each validation, the first one before any step; missing values
-             are None
-    """
-
-    step: int = 0
-    best: float = math.inf
-    stale: int = 0
-    skipped: int = 0
-    curve: list[list[float | None]] = field(default_factory=list)
-
-    def summarize(self) -> str:
-        """Return a summary of the changes in validation loss and Dice score."""
-        best_row = next((row for row in self.curve if row[3] == self.best), self.curve[0])
-        (_, _, _, initial_loss, _, initial_dice), (_, _, _, best_loss, _, best_dice) = self.curve[0], best_row
-        loss_text = f"validation loss {_format_number(initial_loss)} before, {_format_number(best_loss)} at best"
-        dice_text = f", Dice score {_format_number(initial_dice)} before, {_format_number(best_dice)} at that point"
-        skip_text = f", {self.skipped} steps skipped because of a non-finite loss or gradient" if self.skipped else ""
-        return f"{self.step} steps, {loss_text}{dice_text}{skip_text}"
-
-    def describe_failure(self) -> str | None:
-        """Return a message with advice if no validation loss was lower than before the first step, else None."""
-        initial_loss, *later_losses = (
-            row[3] if row[3] is not None and math.isfinite(row[3]) else math.inf for row in self.curve
-        )
-        if self.best < initial_loss:
-            return None
-        advice = "more --steps or --minutes, a lower --learning-rate, or more annotated stacks"
-        if self.skipped > self.step / 10:
-            advice = "engine.precision: fp32 in the configuration file, or a lower --learning-rate"
-        return (
-            f"no improvement after {self.step} steps: validation loss {_format_number(initial_loss)} at the start, "
-            f"{_format_number(min(later_losses, default=None))} at best, so the initial weights are used. Try {advice}."
-            " Also check that each --labels file belongs to its image."
-        )
+# Minimum time between validations as a multiple of the duration of a validation, if the time is limited.
+VALIDATION_INTERVAL_RATIO = 4.0
 
 
 class TrainingData(NamedTuple):
-    """The stacks and labels for training and for validation, and the function that normalizes images."""
+    """The source of examples for training, and the validation of networks."""
 
-    training_pairs: Sequence[Pair]
-    validation_pairs: Sequence[Pair]
-    normalize: Normalizer
+    examples: Dataset[Example]
+    validator: Validator
 
 
 class TrainingPlacement(NamedTuple):
@@ -145,36 +68,37 @@ class Trainer:
         # Called after each step, after each validation, and at the end of the steps.
         self.on_progress: Callable[[Trainer], None] = _ignore_progress
         self._optimizer = torch.optim.AdamW(
-            network.parameters(), lr=plan.learning_rate, weight_decay=plan.weight_decay, fused=device.type == "cuda"
+            network.parameters(),
+            lr=plan.get_learning_rate(0.0),
+            weight_decay=plan.weight_decay,
+            fused=device.type == "cuda",
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-        self._dataset = ExampleDataset(RandomlyZoomedStacks(data.training_pairs), data.normalize, plan.seed)
-        self._validation_tiles = [cut_tiles(pair, data.normalize, plan.edge) for pair in data.validation_pairs]
+        self._examples, self._validator = data
+        # Time when training would have started without interruptions, and the end and duration of the last validation.
+        self._start_time = time.monotonic()
+        self._last_validation = (-math.inf, 0.0)
 
     def run(self) -> nn.Module:
         """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
-        pool = ExamplePool(self._dataset, plan.pool, first_number=first_example_number, worker_count=plan.workers)
+        pool = ExamplePool(self._examples, plan.pool, first_number=first_example_number, worker_count=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
-        start_time = time.monotonic()
+        self._start_time = time.monotonic() - state.seconds
         try:
-            if not state.step:
+            if not state.curve:
                 self._validate()
             # With `disable=None`, the progress bar is shown only on a terminal.
             with tqdm(total=plan.steps, initial=state.step, unit="step", disable=None) as bar:
-                while state.step < plan.steps and state.stale < plan.patience:
-                    if plan.minutes is not None and time.monotonic() - start_time > 60 * plan.minutes:
-                        log.info("time limit reached after %d of %d steps", state.step, plan.steps)
-                        break
+                while self.progress < 1 and (plan.minutes is not None or state.stale < plan.patience):
+                    previous_progress = self.progress
                     self.step(*next(batches))
                     self.on_progress(self)
-                    if state.step % plan.every == 0 or state.step == plan.steps:
+                    if self._is_validation_due(previous_progress):
                         self._validate()
                         self.save()
-                    bar.set_postfix(
-                        loss=_format_number(self._latest_loss), best=_format_number(state.best), refresh=False
-                    )
+                    bar.set_postfix(loss=format_number(self._latest_loss), refresh=False)
                     bar.update()
             batches.close()
             self.is_finishing = True
@@ -183,12 +107,37 @@ class Trainer:
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
             recompute_statistics(self._averaged_network, images)
-            if self._score_averaged_network()[0] > state.best:
+            if self.best_scores.is_better_than(self._score_averaged_network()):
                 self._averaged_network.load_state_dict(self._best_weights)
         finally:
             batches.close()
             pool.close()
         return self._averaged_network.cpu()
+
+    @property
+    def progress(self) -> float:
+        """Completed fraction of the training: of the steps or, if it is larger, of the time."""
+        step_fraction = self.state.step / self.plan.steps
+        if self.plan.minutes is None:
+            return step_fraction
+        return max(step_fraction, (time.monotonic() - self._start_time) / (60 * self.plan.minutes))
+
+    @property
+    def best_scores(self) -> ValidationScores:
+        """Scores of the best weights so far."""
+        return self.state.get_scores(self.state.best or 0)
+
+    def _is_validation_due(self, previous_progress: float) -> bool:
+        """Return whether to validate after a step. Validations must not take most of a limited time."""
+        plan, progress = self.plan, self.progress
+        if progress >= 1:
+            return True
+        if plan.minutes is None:
+            return self.state.step % plan.every == 0
+        interval = plan.every / plan.steps
+        end_time, duration = self._last_validation
+        is_affordable = time.monotonic() - end_time > VALIDATION_INTERVAL_RATIO * duration
+        return is_affordable and int(progress / interval) > int(previous_progress / interval)
 
     @property
     def latest_loss(self) -> float | None:
@@ -197,7 +146,7 @@ class Trainer:
 
     def get_example_batch(self) -> tuple[Tensor, Tensor]:
         """Return a batch of the planned shape from the validation stacks. Each call returns the same batch."""
-        images, targets = self._validation_tiles[0]
+        images, targets = self._validator.tiles[0]
         indices = [number % len(images) for number in range(self.plan.batch_size)]
         return images[indices], targets[indices]
 
@@ -213,7 +162,7 @@ class Trainer:
         """Run a training step. A step with a non-finite loss or gradient is skipped and counted."""
         plan, state, scaler = self.plan, self.state, self._scaler
         for group in self._optimizer.param_groups:
-            group["lr"] = plan.get_learning_rate(state.step)
+            group["lr"] = plan.get_learning_rate(self.progress)
         self._optimizer.zero_grad(set_to_none=True)
         loss = instance_loss(self._compute_scores(self._forward, images), targets.to(self._device, non_blocking=True))
         scaled_loss = scaler.scale(loss)
@@ -263,31 +212,33 @@ class Trainer:
             scores = network(images)
         return scores.float()
 
-    @torch.no_grad()
-    def _score_averaged_network(self) -> tuple[float, float | None]:
-        """Return the mean validation loss and the foreground Dice score (None if undefined) of the averaged network."""
-        losses, dice_scores = list[float](), list[Tensor]()
-        for images, targets in self._validation_tiles:
-            scores, truth = self._compute_scores(self._averaged_network, images), targets.to(self._device)
-            losses.append(float(instance_loss(scores, truth)))
-            dice_scores.append(compute_dice((scores[:, :1] > 0).float(), truth[:, :1]))
-        mean_dice = float(torch.cat(dice_scores).nanmean())
-        return sum(losses) / len(losses), mean_dice if math.isfinite(mean_dice) else None
+    def compute_averaged_scores(self, images: Tensor) -> Tensor:
+        """Return the raw scores [B, 2, z, y, x] of the averaged network for images [B, 1, z, y, x]."""
+        return self._compute_scores(self._averaged_network, images)
+
+    def _score_averaged_network(self) -> ValidationScores:
+        return self._validator.validate(self.compute_averaged_scores)
 
     def _validate(self) -> None:
         """Validate the averaged network, copy its weights if they are the best so far, and write the loss curve."""
-        state, (loss, dice) = self.state, self._score_averaged_network()
-        if loss < state.best:
-            state.best, state.stale = loss, 0
+        state, start_time = self.state, time.monotonic()
+        scores = self._score_averaged_network()
+        state.seconds = time.monotonic() - self._start_time
+        if state.add_row(self.plan.get_learning_rate(self.progress), self._latest_loss, scores):
             self._best_weights = copy.deepcopy(self._averaged_network.state_dict())
-        else:
-            state.stale += 1
-        learning_rate = self.plan.get_learning_rate(max(state.step - 1, 0))
-        state.curve.append([state.step, learning_rate, self._latest_loss, loss, state.skipped, dice])
-        percentage = 100 * state.step / self.plan.steps
-        loss_text = f"  loss {_format_number(self._latest_loss)}" if state.step else ""
-        score_texts = (_format_number(loss), _format_number(state.best), _format_number(dice))
-        log.info("%5.1f%%  step %d%s  validation %s  best %s  Dice %s", percentage, state.step, loss_text, *score_texts)
+        self._last_validation = (time.monotonic(), time.monotonic() - start_time)
+        loss_text = f"  loss {format_number(self._latest_loss)}" if state.step else ""
+        log.info(
+            "%5.1f%%  step %d%s  validation loss %s  F1 %.2f (at IoU 0.7 %.2f)  precision %.2f  recall %.2f",
+            100 * min(self.progress, 1.0),
+            state.step,
+            loss_text,
+            format_number(scores.loss),
+            scores.f1,
+            scores.f1_strict,
+            scores.precision,
+            scores.recall,
+        )
         with (self.folder / CURVE_FILE).open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(CURVE_COLUMNS)
@@ -297,7 +248,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, which atomically replaces the previous one."""
         content = {
-            "plan": _select_options_affecting_result(self.plan),
+            "plan": self.plan.select_options_affecting_result(),
             "state": vars(self.state),
             "network": self._network.state_dict(),
             "average": self._averaged_network.state_dict(),
@@ -316,10 +267,8 @@ class Trainer:
         path = self.folder / CHECKPOINT_FILE
         try:
             content: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if {
-                **_select_options_affecting_result(TrainingPlan()),
-                **content["plan"],
-            } != _select_options_affecting_result(self.plan):
+            defaults = TrainingPlan().select_options_affecting_result()
+            if defaults | content["plan"] != self.plan.select_options_affecting_result():
                 raise BadParameter(
                     f"{path} was written with different options. Use the same options, or start training from scratch"
                     " in a new folder."
@@ -338,13 +287,3 @@ class Trainer:
 
 def _ignore_progress(_: Trainer) -> None:
     """Ignore a progress report."""
-
-
-def _format_number(value: float | None) -> str:
-    """Format a number for users. Format missing values as a dash."""
-    return f"{value:.4f}" if value is not None and math.isfinite(value) else "-"
-
-
-def _select_options_affecting_result(plan: TrainingPlan) -> dict[str, Any]:
-    """Return the options that must not change, so that resumed training gives the same result."""
-    return {name: value for name, value in plan.model_dump().items() if name not in {"minutes", "patience", "workers"}}

@@ -1,0 +1,1 @@
+"""The training loop: setup, optimizer steps, and validation by objects."""

@@ -1,0 +1,1 @@
+"""Annotated stacks: reading, resampling, held-out parts and training examples."""

@@ -1,0 +1,143 @@
+"""Annotated stacks: the image and the labels of an annotated region, before resampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core.errors import BadParameter
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Selection, Volume
+from service.formats import stack_reader
+from service.training.examples import MAX_DECODED_BYTES, compute_median_extents
+
+Extents = tuple[float, float, float]
+Region = tuple[slice, slice, slice]
+
+WHOLE_STACK: Region = (slice(None), slice(None), slice(None))
+# Minimum number of annotated objects whose extents are preferred to the diameter that was used to segment the stack.
+MIN_OBJECTS_FOR_EXTENTS = 5
+
+
+class StackFiles(NamedTuple):
+    """The files of an annotated stack.
+
+    region     annotated region; None for the whole stack
+    diameter   object diameter that was used to segment the stack, which is used if there are few annotated objects
+    selection  channel, axes and voxel size of the image
+    """
+
+    name: str
+    image: Path
+    labels: Path
+    region: Region | None = None
+    diameter: str | None = None
+    selection: Selection = Selection()
+
+
+@dataclass(frozen=True)
+class AnnotatedStack:
+    """A stack and the labels of its annotated region.
+
+    volume   the whole stack, with one channel
+    labels   labels [Z, Y, X] of the region
+    region   annotated region of the volume
+    extents  object diameter along (z, y, x) in voxels; None to use the stack at its original resolution
+    """
+
+    name: str
+    volume: Volume
+    labels: NDArray[Any]
+    region: Region = WHOLE_STACK
+    extents: Extents | None = None
+
+
+def name_stack(image: Path) -> str:
+    """Return the name of a stack: the folder name if the file is called `image`, else the file name."""
+    is_generic = image.name.partition(".")[0] == "image" and image.parent.name
+    return image.parent.name if is_generic else image.name
+
+
+def read_stack(stack: StackFiles, diameter: Diameter | None = None, *, has_diameter: bool = True) -> AnnotatedStack:
+    """Read a stack and the labels of its annotated region.
+
+    diameter      diameter of the objects; None to measure it on the annotated objects
+    has_diameter  whether the model has an object diameter; if not, `extents` is None
+
+    Raises BadFile, and BadParameter if the stack has several channels, if the labels have a different shape or are no
+    integers, or if a diameter in micrometers is used for a stack without a voxel size.
+    """
+    volume = stack_reader.read(stack.image, stack.selection, MAX_DECODED_BYTES)
+    axes = stack.selection.axes and stack.selection.axes.upper().replace("C", "")
+    labels_volume = stack_reader.read(stack.labels, Selection(axes=axes), MAX_DECODED_BYTES)
+    if volume.shape[0] != 1:
+        channels = ", ".join(f"{index} {name}".strip() for index, name in enumerate(volume.channels))
+        raise BadParameter(
+            f"{stack.name}: the stack has {volume.shape[0]} channels ({channels}). Models are trained on one channel,"
+            " so set channel= to its index or name.",
+            parameter="channel",
+        )
+    if volume.shape != labels_volume.shape:
+        raise BadParameter(
+            f"{stack.name}: the image and the labels differ in shape: {volume.shape[1:]} and"
+            f" {labels_volume.shape[1:] if labels_volume.shape[0] == 1 else labels_volume.shape}."
+        )
+    region = stack.region or WHOLE_STACK
+    labels = convert_labels(labels_volume.read_all()[0][region], stack.name)
+    annotated_stack = AnnotatedStack(stack.name, volume, labels, region)
+    if not has_diameter:
+        return annotated_stack
+    return AnnotatedStack(stack.name, volume, labels, region, _find_extents(stack, labels, volume.voxel_size, diameter))
+
+
+def convert_labels(labels: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return labels as contiguous integers. Raises BadParameter if they are not whole numbers from 0."""
+    if labels.dtype.kind not in "iub":
+        whole_numbers = np.nan_to_num(labels, nan=-1.0, posinf=-1.0, neginf=-1.0).astype(np.int64)
+        if not np.array_equal(whole_numbers, labels):
+            raise BadParameter(f"{name}: the labels must be whole numbers, one for each object, and 0 for background.")
+        labels = whole_numbers
+    if labels.size and labels.min() < 0:
+        raise BadParameter(f"{name}: the labels must not be negative. The smallest label is {labels.min()}.")
+    return np.ascontiguousarray(labels.astype(np.uint8) if labels.dtype.kind == "b" else labels)
+
+
+def _find_extents(
+    stack: StackFiles, labels: NDArray[Any], voxel_size: VoxelSize | None, diameter: Diameter | None
+) -> Extents | None:
+    """Return the diameter of the objects in voxels: the specified one, the annotated one, or the recorded one."""
+    if diameter is not None:
+        extents = diameter.to_voxels(voxel_size)
+        if extents is None:
+            raise BadParameter(
+                f"{stack.name}: the file does not specify a voxel size, which is needed for a diameter in um. Add"
+                " voxel_size=Z,Y,X, or set the diameter in voxels, such as 15px.",
+                parameter="diameter",
+            )
+        return extents
+    recorded = None if stack.diameter is None else Diameter.parse(stack.diameter).to_voxels(voxel_size)
+    measured = compute_median_extents(labels)
+    if measured is None or (recorded is not None and np.count_nonzero(np.unique(labels)) < MIN_OBJECTS_FOR_EXTENTS):
+        return recorded
+    z, y, x = measured.tolist()
+    return z, y, x
+
+
+def choose_default_diameter(stacks: Sequence[AnnotatedStack]) -> Diameter | None:
+    """Return the median object diameter of the stacks along (z, y, x); None if no stack is resampled to a diameter.
+
+    The diameter is in micrometers if the voxel sizes of all stacks are known, so that it also applies to stacks with a
+    different voxel size.
+    """
+    known = [(stack.extents, stack.volume.voxel_size) for stack in stacks if stack.extents is not None]
+    if not known:
+        return None
+    has_voxel_sizes = all(voxel_size is not None for _, voxel_size in known)
+    lengths = [np.asarray(extents) * (tuple(size) if has_voxel_sizes and size else 1.0) for extents, size in known]
+    z, y, x = np.median(lengths, axis=0).tolist()
+    return Diameter((z, y, x), "um" if has_voxel_sizes else "px")

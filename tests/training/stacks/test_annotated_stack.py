@@ -1,0 +1,92 @@
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from numpy.typing import NDArray
+
+from service.core.errors import BadParameter
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Segmentation, Selection, Volume
+from service.formats.tiff import writer as tiff_writer
+from service.training.stacks.annotated_stack import (
+    AnnotatedStack,
+    StackFiles,
+    choose_default_diameter,
+    convert_labels,
+    name_stack,
+    read_stack,
+)
+
+VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.25)
+
+
+def make_grid(shape: tuple[int, int, int], pitch: int = 6, edge: int = 4) -> NDArray[np.uint16]:
+    """Return labels of cubes on a regular grid."""
+    labels = np.zeros(shape, np.uint16)
+    for number, corner in enumerate(np.ndindex(*(length // pitch for length in shape)), 1):
+        labels[tuple(slice(pitch * position, pitch * position + edge) for position in corner)] = number
+    return labels
+
+
+def write_stack(folder: Path, image: NDArray[Any], labels: NDArray[Any], **fields: Any) -> StackFiles:
+    for name, pixels in (("image", image), ("mask", labels)):
+        tiff_writer.write(Segmentation(pixels, "labels", VOXEL_SIZE), folder / f"{name}.tif")
+    return StackFiles("stack", folder / "image.tif", folder / "mask.tif", **fields)
+
+
+def test_annotated_objects_determine_the_diameter_if_there_are_enough(tmp_path: Path) -> None:
+    labels = make_grid((12, 24, 24))
+    region = (slice(1, 11), slice(0, 20), slice(3, 24))
+    stack = write_stack(tmp_path, labels + np.uint16(7), labels, region=region, diameter="2um")
+    annotated_stack = read_stack(stack)
+    assert np.array_equal(annotated_stack.labels, labels[region])
+    assert annotated_stack.extents == (4, 4, 4)
+    assert read_stack(stack, Diameter((1.0,), "um")).extents == (2, 4, 4)
+    assert read_stack(stack, has_diameter=False).extents is None
+    few_objects = write_stack(tmp_path, labels, np.where(labels < 3, labels, np.uint16(0)), diameter="2um")
+    assert read_stack(few_objects).extents == (4, 8, 8)
+
+
+def test_axes_and_voxel_size_of_the_request_are_used(tmp_path: Path) -> None:
+    labels = make_grid((6, 12, 12))
+    tifffile.imwrite(tmp_path / "image.tif", np.stack([labels, labels + 9]).astype(np.uint16))
+    tifffile.imwrite(tmp_path / "mask.tif", labels)
+    selection = Selection(channel=1, axes="CZYX", voxel_size=VOXEL_SIZE)
+    files = StackFiles("a", tmp_path / "image.tif", tmp_path / "mask.tif", selection=selection)
+    stack = read_stack(files, Diameter((2.0,), "um"))
+    assert np.array_equal(stack.volume.read_all()[0], labels + 9)
+    assert stack.extents == (4, 8, 8)
+    with pytest.raises(BadParameter, match="2 channels"):
+        read_stack(files._replace(selection=Selection(axes="CZYX")))
+    with pytest.raises(BadParameter, match="voxel_size=Z,Y,X"):
+        read_stack(files._replace(selection=Selection(channel=0, axes="CZYX")), Diameter((2.0,), "um"))
+    tifffile.imwrite(tmp_path / "mask.tif", labels[1:])
+    with pytest.raises(BadParameter, match="differ in shape"):
+        read_stack(files)
+
+
+def test_labels_must_be_whole_numbers() -> None:
+    assert convert_labels(np.array([[[0.0, 2.0]]]), "a").tolist() == [[[0, 2]]]
+    for labels in (np.array([0.5]), np.array([np.nan]), np.array([-1])):
+        with pytest.raises(BadParameter, match="a: the labels must"):
+            convert_labels(labels, "a")
+
+
+def test_default_diameter_is_in_micrometers_if_all_voxel_sizes_are_known() -> None:
+    pixels = np.zeros((1, 2, 3, 4), np.uint8)
+    known, unknown = Volume.from_array(pixels, VOXEL_SIZE), Volume.from_array(pixels)
+    stacks = [
+        AnnotatedStack("a", volume, pixels[0], extents=extents)
+        for volume, extents in ((known, (2.0, 8.0, 8.0)), (known, (4.0, 8.0, 8.0)), (unknown, (9.0, 9.0, 9.0)))
+    ]
+    assert str(choose_default_diameter(stacks[:2])) == "1.5,2,2um"
+    assert str(choose_default_diameter(stacks)) == "4,8,8px"
+    assert choose_default_diameter([AnnotatedStack("a", known, pixels[0])]) is None
+
+
+def test_stacks_in_folders_are_named_after_their_folders() -> None:
+    assert name_stack(Path("organoid/image.tif")) == "organoid"
+    assert name_stack(Path("organoid/image.ome.tif")) == "organoid"
+    assert name_stack(Path("organoid/stack.tif")) == "stack.tif"
