@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from service.core.errors import BadParameter
 from service.models.input_spec import Input, SingleLineText
 from service.models.spec_parts import (
     Boundaries,
