@@ -43,7 +43,16 @@ test: lint ## run lint and all tests (PYTEST_ARGS="-k windows", --cov, or -n 0 t
 .PHONY: test-all
 test-all: $(STAMP)ray test ## run all tests, including thorough ones, and inject random faults for CHAOS_MINUTES=2 (10 for a release)
 	$(BIN)/pytest -m thorough --timeout 1200
+	@if command -v xvfb-run >/dev/null; then $(MAKE) test-napari; else echo "xvfb-run is not installed; the napari plugin is not tested." >&2; fi
 	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
+
+# napari and Qt have an environment of their own, so that the pinned dependencies of the service do not depend on them.
+NAPARI ?= napari[pyqt6]
+.PHONY: test-napari
+test-napari: $(STAMP)run ## test the napari plugin with a real server (needs xvfb-run; NAPARI="napari[pyqt6]==0.8.0")
+	$(BIN)/python -m venv .venv/napari
+	.venv/napari/bin/pip install --quiet "$(NAPARI)" pytest --editable clients/python --editable clients/napari
+	xvfb-run -a .venv/napari/bin/pytest -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
 
 .PHONY: lint
 lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scripts and container files

@@ -19,7 +19,6 @@ from qtpy.QtWidgets import (
     QProgressBar,
     QPushButton,
     QVBoxLayout,
-    QWidget,
 )
 from stackseg_client import Inspection, JobReport, Model, Result
 
@@ -27,6 +26,7 @@ from napari_stackseg import background, layers, messages
 from napari_stackseg.connection import CONNECTION, Connection, download_picture
 from napari_stackseg.files import read_sample
 from napari_stackseg.segmentation import Segmentation, inspect_file
+from napari_stackseg.task_widget import TaskWidget
 
 PICTURE_WIDTH = 240
 ICON = QSize(48, 48)
@@ -45,13 +45,12 @@ def list_models(connection: Connection) -> list[tuple[Model, bytes]]:
         ]
 
 
-class SegmentWidget(QWidget):
+class SegmentWidget(TaskWidget[Segmentation]):
     """Segments a layer, and adds the labels as a new layer."""
 
     def __init__(self, napari_viewer: Any) -> None:
-        super().__init__()
+        super().__init__("Segment", "Cancel")
         self._viewer = napari_viewer
-        self._running: Segmentation | None = None
         self._models: list[tuple[Model, bytes]] = []
         self.url, self.key = QLineEdit(CONNECTION.url), QLineEdit(CONNECTION.key or "")
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
@@ -66,10 +65,9 @@ class SegmentWidget(QWidget):
         self.diameter_value.setPlaceholderText("6.5um or 15px")
         self.measure_button = QPushButton("From drawn line or circle")
         self.all_times, self.link = QCheckBox("All time points"), QComboBox()
-        self.run_button, self.cancel_button = QPushButton("Segment"), QPushButton("Cancel")
-        self.progress, self.message = QProgressBar(), QLabel()
+        self.progress = QProgressBar()
         self.progress.setRange(0, 100)
-        for label in (self.picture, self.voxel_note, self.message):
+        for label in (self.picture, self.voxel_note):
             label.setWordWrap(True)
         for value, text in DIAMETERS.items():
             self.diameter.addItem(text, value)
@@ -77,7 +75,6 @@ class SegmentWidget(QWidget):
             self.link.addItem(text, value)
         self._arrange()
         self._connect()
-        self.cancel_button.setEnabled(False)
         self.update_layers()
         self.connect_to_server()
 
@@ -103,7 +100,7 @@ class SegmentWidget(QWidget):
                 row.addWidget(widget)
             form.addRow(text, row)
         layout, buttons = QVBoxLayout(self), QHBoxLayout()
-        buttons.addWidget(self.run_button)
+        buttons.addWidget(self.start_button)
         buttons.addWidget(self.cancel_button)
         layout.addLayout(form)
         layout.addLayout(buttons)
@@ -119,7 +116,7 @@ class SegmentWidget(QWidget):
         self.axes.currentIndexChanged.connect(self._show_axes)
         self.file_button.clicked.connect(self.read_file)
         self.measure_button.clicked.connect(self.measure)
-        self.run_button.clicked.connect(self.segment)
+        self.start_button.clicked.connect(self.segment)
         self.cancel_button.clicked.connect(self.cancel)
         for event in (self._viewer.layers.events.inserted, self._viewer.layers.events.removed):
             event.connect(self.update_layers)
@@ -128,7 +125,7 @@ class SegmentWidget(QWidget):
         """List the models of the server."""
         CONNECTION.url, CONNECTION.key = self.url.text().strip(), self.key.text().strip() or None
         self.message.setText("Connecting.")
-        background.start(list_models, CONNECTION, done=self._show_models, failed=self._show_error)
+        background.start(list_models, CONNECTION, done=self._show_models, failed=self.show_error)
 
     def _show_models(self, models: list[tuple[Model, bytes]]) -> None:
         self._models = models
@@ -159,7 +156,7 @@ class SegmentWidget(QWidget):
         def add(layer_data: tuple[Any, dict[str, Any]]) -> None:
             self._viewer.add_image(layer_data[0], **layer_data[1])
 
-        background.start(read_sample, CONNECTION, self.model.currentData(), done=add, failed=self._show_error)
+        background.start(read_sample, CONNECTION, self.model.currentData(), done=add, failed=self.show_error)
 
     def update_layers(self, _event: object = None) -> None:
         """List the images of the viewer."""
@@ -203,7 +200,7 @@ class SegmentWidget(QWidget):
     def read_file(self) -> None:
         """Let the server read axes and voxel size from the file of the layer."""
         path = str(self.get_image().source.path)
-        background.start(inspect_file, CONNECTION, path, done=self._use_inspection, failed=self._show_error)
+        background.start(inspect_file, CONNECTION, path, done=self._use_inspection, failed=self.show_error)
 
     def _use_inspection(self, inspection: Inspection) -> None:
         if inspection.voxel_size is not None:
@@ -226,7 +223,7 @@ class SegmentWidget(QWidget):
                 shapes = next((layer for layer in reversed(self._viewer.layers) if isinstance(layer, Shapes)), None)
             measured = layers.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
         except ValueError as error:
-            self._show_error(error)
+            self.show_error(error)
             return
         self.message.setText(f"Measured object diameter: {measured}.")
         self.diameter_value.setText(measured)
@@ -272,22 +269,21 @@ class SegmentWidget(QWidget):
         try:
             parameters, image = self.get_parameters(), self.get_image()
         except ValueError as error:
-            self._show_error(error)
+            self.show_error(error)
             return
         run = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
-        self._running = run
+        self.begin(run)
+        self.progress.setValue(0)
         self.message.setText("Starting.")
-        self.run_button.setEnabled(False)
-        self.cancel_button.setEnabled(True)
         done = partial(self._add_labels, image, run)
-        background.start(run.run, done=done, failed=self._show_failed, reported=self._show_report)
+        background.start(run.run, done=done, failed=self.fail, reported=self._show_report)
 
     def cancel(self) -> None:
         """Cancel the job on the server."""
-        if self._running is not None:
+        if self.task is not None:
             self.message.setText("Canceling.")
             self.cancel_button.setEnabled(False)
-            background.start(self._running.cancel, done=lambda _result: None, failed=self._show_error)
+            background.start(self.task.cancel, done=lambda _result: None, failed=self.show_error)
 
     def _show_report(self, report: str | Inspection | JobReport) -> None:
         if isinstance(report, Inspection):
@@ -301,10 +297,12 @@ class SegmentWidget(QWidget):
             self.message.setText(report)
 
     def _add_labels(self, image: Any, run: Segmentation, result: Result | None) -> None:
-        self._finish()
+        self.finish()
         if result is None:
+            self.progress.setValue(0)
             self.message.setText("Canceled.")
             return
+        self.progress.setValue(100)
         chosen = {"C": run.parameters["channel"] or 0}
         if isinstance(run.parameters["time"], int):
             chosen["T"] = run.parameters["time"]
@@ -312,7 +310,7 @@ class SegmentWidget(QWidget):
         try:
             labels, arguments = layers.make_labels_layer(result.labels, image, axes, chosen)
         except ValueError as error:
-            self._show_error(error)
+            self.show_error(error)
             return
         metadata = {"job": run.job and run.job.id, "image": image.name, "parameters": run.parameters}
         self._viewer.add_labels(
@@ -323,18 +321,6 @@ class SegmentWidget(QWidget):
             **arguments,
         )
         diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
-        warnings = [f"⚠ {messages.rephrase(warning)}" for warning in result.warnings]
-        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *warnings]))
-
-    def _finish(self) -> None:
-        self._running = None
-        self.progress.setValue(0)
-        self.run_button.setEnabled(True)
-        self.cancel_button.setEnabled(False)
-
-    def _show_failed(self, error: BaseException) -> None:
-        self._finish()
-        self._show_error(error)
-
-    def _show_error(self, error: BaseException) -> None:
-        self.message.setText(f"✗ {messages.describe_error(error)}")
+        doubt = None if result.low_confidence is None else result.low_confidence.detail
+        notes = [("⚠ " if note == doubt else "") + messages.rephrase(note) for note in result.warnings]
+        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *notes]))

@@ -17,30 +17,26 @@ from qtpy.QtWidgets import (
     QListWidgetItem,
     QPushButton,
     QVBoxLayout,
-    QWidget,
 )
 
-from napari_stackseg import background, layers, messages
+from napari_stackseg import background, layers
 from napari_stackseg.connection import CONNECTION
+from napari_stackseg.task_widget import TaskWidget
 from napari_stackseg.training import Correction, Training, describe_training, list_state
 
 
-class TrainingWidget(QWidget):
+class TrainingWidget(TaskWidget[Training]):
     """Stores corrected labels, and trains models on them. The server is that of the widget `Segment`."""
 
     def __init__(self, napari_viewer: Any) -> None:
-        super().__init__()
+        super().__init__("Train", "Cancel the training")
         self._viewer = napari_viewer
-        self._training: Training | None = None
         self.labels, self.image, self.name = QComboBox(), QComboBox(), QLineEdit()
         self.save_button = QPushButton("Save as annotated stack")
         self.annotations, self.update_button = QListWidget(), QPushButton("Update the list")
         self.model, self.new_name, self.minutes = QComboBox(), QLineEdit("my-model"), QDoubleSpinBox()
         self.minutes.setRange(0.1, 600)
         self.minutes.setValue(5)
-        self.train_button, self.cancel_button = QPushButton("Train"), QPushButton("Cancel the training")
-        self.message = QLabel()
-        self.message.setWordWrap(True)
         layout, save_form, train_form = QVBoxLayout(self), QFormLayout(), QFormLayout()
         for form, text, widget in (
             (save_form, "Corrected labels", self.labels),
@@ -58,7 +54,7 @@ class TrainingWidget(QWidget):
             self.annotations,
             self.update_button,
             train_form,
-            self.train_button,
+            self.start_button,
             self.cancel_button,
             self.message,
         ):
@@ -66,9 +62,8 @@ class TrainingWidget(QWidget):
         self.labels.currentIndexChanged.connect(self._show_image)
         self.save_button.clicked.connect(self.save)
         self.update_button.clicked.connect(self.update_list)
-        self.train_button.clicked.connect(self.train)
+        self.start_button.clicked.connect(self.train)
         self.cancel_button.clicked.connect(self.cancel)
-        self.cancel_button.setEnabled(False)
         for event in (napari_viewer.layers.events.inserted, napari_viewer.layers.events.removed):
             event.connect(self.update_layers)
         self.update_layers()
@@ -120,10 +115,10 @@ class TrainingWidget(QWidget):
         try:
             correction = self.get_correction()
         except ValueError as error:
-            self._show_error(error)
+            self.show_error(error)
             return
         self.message.setText("Saving the annotated stack.")
-        background.start(correction.save, CONNECTION, done=self._show_saved, failed=self._show_error)
+        background.start(correction.save, CONNECTION, done=self._show_saved, failed=self.show_error)
 
     def _show_saved(self, record: dict[str, Any]) -> None:
         self.message.setText(f"Saved as {record['name']}.")
@@ -131,7 +126,7 @@ class TrainingWidget(QWidget):
 
     def update_list(self) -> None:
         """List the annotated stacks and the models of the server."""
-        background.start(list_state, CONNECTION, done=self._show_list, failed=self._show_error)
+        background.start(list_state, CONNECTION, done=self._show_list, failed=self.show_error)
 
     def _show_list(self, state: tuple[list[dict[str, Any]], list[str]]) -> None:
         annotations, models = state
@@ -151,38 +146,23 @@ class TrainingWidget(QWidget):
         items = [self.annotations.item(row) for row in range(self.annotations.count())]
         checked = [item.data(Qt.ItemDataRole.UserRole) for item in items if item.checkState() == Qt.CheckState.Checked]
         if not checked:
-            self._show_error(ValueError("Check at least one annotated stack."))
+            self.show_error(ValueError("Check at least one annotated stack."))
             return
-        self._training = Training(
+        training = Training(
             CONNECTION, self.model.currentText(), checked, self.new_name.text().strip(), self.minutes.value()
         )
-        self.train_button.setEnabled(False)
-        self.cancel_button.setEnabled(True)
-        background.start(
-            self._training.run, done=self._show_trained, failed=self._show_failed, reported=self._show_report
-        )
+        self.begin(training)
+        background.start(training.run, done=self._show_trained, failed=self.fail, reported=self._show_report)
 
     def cancel(self) -> None:
         """Cancel the training run on the server."""
-        if self._training is not None:
-            self._training.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def _show_report(self, report: dict[str, Any]) -> None:
         self.message.setText(describe_training(report))
 
     def _show_trained(self, report: dict[str, Any]) -> None:
-        self._finish()
+        self.finish()
         self._show_report(report)
         self.update_list()
-
-    def _finish(self) -> None:
-        self._training = None
-        self.train_button.setEnabled(True)
-        self.cancel_button.setEnabled(False)
-
-    def _show_failed(self, error: BaseException) -> None:
-        self._finish()
-        self._show_error(error)
-
-    def _show_error(self, error: BaseException) -> None:
-        self.message.setText(f"✗ {messages.describe_error(error)}")

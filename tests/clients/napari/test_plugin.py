@@ -1,9 +1,6 @@
-"""The widgets in napari with a real server. They need a display:
+"""The widgets in napari with a real server. `make test-napari` runs these tests, which need a display.
 
-xvfb-run -a ENVIRONMENT/bin/pytest -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
-
-ENVIRONMENT contains napari[pyqt6], pytest and the dependencies of the client. SERVICE_PYTHON is the interpreter of the
-service, by default that of the clone.
+SERVICE_PYTHON is the interpreter of the service, by default that of the clone.
 """
 
 from __future__ import annotations
@@ -106,7 +103,10 @@ def test_labels_have_the_place_and_the_measurements_of_their_image(viewer: Any, 
     assert (labels.units, labels.axis_labels) == (image.units, image.axis_labels)
     assert list(labels.features["index"]) == list(np.unique(labels.data)[1:])
     assert "77 objects" in widget.message.text()
+    assert widget.progress.value() == 100
     assert "diameter=" not in widget.message.text()
+    # Confidence is high, so the message is a note and not a warning.
+    assert "⚠" not in widget.message.text()
 
 
 def test_measured_diameters_are_used(viewer: Any, widget: SegmentWidget) -> None:
@@ -130,12 +130,12 @@ def test_canceling_ends_the_job_on_the_server(viewer: Any, widget: SegmentWidget
     viewer.add_image(np.tile(tifffile.imread(SAMPLE), (6, 3, 3)), scale=(0.5, 0.2, 0.2), units=["um"] * 3)
     widget.diameter.setCurrentIndex(widget.diameter.findData("none"))
     widget.segment()
-    run = widget._running
+    run = widget.task
     assert run is not None
     wait_until(lambda: run.job is not None and widget.progress.value() > 0)
     widget.cancel()
-    wait_until(widget.run_button.isEnabled)
-    assert widget.message.text() == "Canceled."
+    wait_until(widget.start_button.isEnabled)
+    assert (widget.message.text(), widget.progress.value()) == ("Canceled.", 0)
     assert len(viewer.layers) == 1
     with Client(connection.CONNECTION.url) as client:
         assert run.job is not None
@@ -162,7 +162,7 @@ def test_errors_say_what_to_do(viewer: Any, widget: SegmentWidget) -> None:
     widget.segment()
     wait_until(lambda: "✗" in widget.message.text())
     assert "wide" in widget.message.text()
-    assert widget.run_button.isEnabled()
+    assert widget.start_button.isEnabled()
     widget.url.setText("http://127.0.0.1:9")
     widget.connect_to_server()
     wait_until(lambda: "Is the server running?" in widget.message.text())
@@ -185,7 +185,7 @@ def test_corrected_labels_train_a_model(viewer: Any, widget: SegmentWidget) -> N
     training.train()
     wait_until(lambda: training.message.text().startswith("Training") or "✗" in training.message.text())
     training.cancel()
-    wait_until(training.train_button.isEnabled)
+    wait_until(training.start_button.isEnabled)
     assert "cancelled" in training.message.text()
 
 

@@ -223,18 +223,20 @@ def _read_labels(dataset: Fields) -> _Labels:
     if values.get("background") != [0] or not all(type(number) is int and 0 <= number < 2**16 for number in numbers):
         raise UnsupportedPackage("labels: expected names with the integers of the labels, and background with 0.")
     check_channel_count(len(values), "labels")
-    if all(len(value) == 1 for value in values.values()):
-        names = {value[0]: name for name, value in values.items()}
-        if sorted(names) != list(range(len(values))):
-            raise UnsupportedPackage(
-                f"labels: expected the integers 0 to {len(values) - 1}, not {sorted(names)!r:.80}."
-            )
-        return _Labels(tuple(names[index] for index in range(len(names))), None)
-    regions = [name for name, value in values.items() if set(value) != {0}]
+    if any(len(value) != 1 for value in values.values()):
+        return _read_regions(dataset, [name for name, value in values.items() if set(value) != {0}])
+    names = {value[0]: name for name, value in values.items()}
+    if sorted(names) != list(range(len(values))):
+        raise UnsupportedPackage(f"labels: expected the integers 0 to {len(values) - 1}, not {sorted(names)!r:.80}.")
+    return _Labels(tuple(names[index] for index in range(len(names))), None)
+
+
+def _read_regions(dataset: Fields, names: list[str]) -> _Labels:
+    """Return regions, which may overlap, with the class that each of them gets in the labels."""
     classes = dataset.get("regions_class_order")
-    if not isinstance(classes, list) or len(classes) != len(regions):
-        raise UnsupportedPackage(f"regions_class_order: expected one label for each of {', '.join(regions):.80}.")
-    return _Labels(tuple(regions), classes)
+    if not isinstance(classes, list) or len(classes) != len(names):
+        raise UnsupportedPackage(f"regions_class_order: expected one label for each of {', '.join(names):.80}.")
+    return _Labels(tuple(names), classes)
 
 
 def _get_text(dataset: Fields, key: str, default: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +30,7 @@ SUFFIX = ".pytorch"
 CHECKPOINT_NAMES = ("best_checkpoint.pytorch", "last_checkpoint.pytorch")
 BOUNDARY = "boundary"
 MAX_LEVELS = 10
+FIRST_MODULE = "encoders.0.basic_module."
 # Parts of the names of tensors of residual networks before pytorch-3dunet 1.8.3, which computed other features.
 OLD_NAMES = (".upsampling.upsample.weight", ".basic_module.conv1.conv.weight")
 HALO_NOTE = (
@@ -152,20 +153,11 @@ def _add_decoding(content: dict[str, Any], problems: dict[str, str], config: Fie
 
 def _read_without_config(path: Path, checkpoint: Checkpoint) -> Draft:
     """Return a draft without the settings that the tensors do not determine."""
-    arguments, network_phrase = _infer_arguments(checkpoint.tensors), ""
-    if arguments is not None:
-        name = arguments.pop("name")
-        orders = arguments.pop("orders")
-        arguments["layer_order"] = orders[0]
-        call = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
-        groups_phrase = " or num_groups, which is 8 by default" if "g" in orders[0] else ""
-        network_phrase = (
-            f". The tensors fit --architecture '{name}({call})', but they do not determine layer_order "
-            f"({', '.join(orders)}){groups_phrase}. PlantSeg uses --normalisation zscore"
-        )
+    network = infer_network(checkpoint.tensors)
+    network_phrase = "" if network is None else f". {network.describe()}. PlantSeg uses --normalisation zscore"
     content = _describe(path, _read_name(None, path))
     missing_keys, notes = ["architecture", "input.normalisation", "input.roi_size"], [HALO_NOTE, SIZE_NOTE]
-    if arguments is not None and arguments["out_channels"] == 1:
+    if network is not None and network.arguments["out_channels"] == 1:
         content |= {"outputs": [BOUNDARY], "activation": "sigmoid"}
         content["decoding"] = {"kind": "boundaries", "boundary": BOUNDARY}
         notes.append(ASSUMPTION_NOTE)
@@ -182,45 +174,76 @@ def _count_levels(tensors: Mapping[str, Tensor]) -> int:
     return max(sum(any(name.startswith(f"encoders.{level}.") for name in tensors) for level in levels), 1)
 
 
-def _infer_arguments(tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Return the arguments of the network with these tensors, its `name`, and the possible `orders` of its layers.
+class InferredNetwork(NamedTuple):
+    """What the tensors determine of a network of pytorch-3dunet.
 
-    Returns None if the tensors are not those of a network of pytorch-3dunet.
+    name       class of the network
+    arguments  arguments of the network without `layer_order` and `num_groups`
+    orders     layer orders that are possible with these tensors
     """
-    is_residual = any(".basic_module.conv3." in name for name in tensors)
-    last_conv = "conv3.conv.weight" if is_residual else "SingleConv2.conv.weight"
+
+    name: str
+    arguments: dict[str, Any]
+    orders: list[str]
+
+    def describe(self) -> str:
+        """Return a command-line option for the network, and which of its arguments are not known."""
+        arguments = {**self.arguments, "layer_order": self.orders[0]}
+        call = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        groups_phrase = " or num_groups, which is 8 by default" if "g" in self.orders[0] else ""
+        return (
+            f"The tensors fit --architecture '{self.name}({call})', but they do not determine layer_order "
+            f"({', '.join(self.orders)}){groups_phrase}"
+        )
+
+
+def infer_network(tensors: Mapping[str, Tensor]) -> InferredNetwork | None:
+    """Return the network with these tensors. Returns None if it is not one of the networks of pytorch-3dunet."""
+    infer = _infer_residual if any(".basic_module.conv3." in name for name in tensors) else _infer_plain
     try:
-        modules = [f"encoders.{level}.basic_module." for level in range(_count_levels(tensors))]
-        features = [int(tensors[module + last_conv].shape[0]) for module in modules]
-        first_conv = tensors.get(modules[0] + ("conv1.weight" if is_residual else "SingleConv1.conv.weight"))
-        in_channels = features[0] if first_conv is None else int(first_conv.shape[1])
-        arguments: dict[str, Any] = {
-            "name": "UNet3D",
-            "in_channels": in_channels,
-            "out_channels": int(tensors["final_conv.weight"].shape[0]),
-            "f_maps": features,
-            "orders": _list_orders([name for name in tensors if name.startswith(modules[0])]),
-        }
-        if is_residual:
-            has_excitation = any(".se_module." in name for name in tensors)
-            arguments["name"] = "ResidualUNetSE3D" if has_excitation else "ResidualUNet3D"
-        else:
-            if first_conv is not None and first_conv.shape[0] == features[0] != max(features[0] // 2, in_channels):
-                arguments["conv_upscale"] = 1
-            if any(".upsampling." in name for name in tensors):
-                arguments["upsample"] = "deconv"
-        options = {key: value for key, value in arguments.items() if key not in {"name", "orders"}}
+        network = infer(tensors)
         # The number of groups does not change the shapes of the tensors.
-        options |= {"layer_order": arguments["orders"][0], "num_groups": 1}
-        architecture = {"name": arguments["name"], "arguments": options}
-        fit_tensors(tensors, Architecture.model_validate(architecture))
+        arguments = {**network.arguments, "layer_order": network.orders[0], "num_groups": 1}
+        fit_tensors(tensors, Architecture.model_validate({"name": network.name, "arguments": arguments}))
     except (LookupError, ValueError, BrokenModel):
         return None
-    return arguments
+    return network
 
 
-def _list_orders(names: list[str]) -> list[str]:
-    """Return the possible layer orders, from the names of the first tensors in the order of the layers."""
+def _infer_residual(tensors: Mapping[str, Tensor]) -> InferredNetwork:
+    """Return the residual network. Raises LookupError if a tensor is missing."""
+    arguments = _infer_sizes(tensors, "conv1.weight", "conv3.conv.weight")
+    has_excitation = any(".se_module." in name for name in tensors)
+    return InferredNetwork("ResidualUNetSE3D" if has_excitation else "ResidualUNet3D", arguments, _list_orders(tensors))
+
+
+def _infer_plain(tensors: Mapping[str, Tensor]) -> InferredNetwork:
+    """Return the network without residual connections. Raises LookupError if a tensor is missing."""
+    arguments = _infer_sizes(tensors, "SingleConv1.conv.weight", "SingleConv2.conv.weight")
+    first_conv, features = tensors.get(FIRST_MODULE + "SingleConv1.conv.weight"), arguments["f_maps"][0]
+    # By default, the first of the two convolutions of a level has half as many features as the second one.
+    if first_conv is not None and first_conv.shape[0] == features != max(features // 2, arguments["in_channels"]):
+        arguments["conv_upscale"] = 1
+    if any(".upsampling." in name for name in tensors):
+        arguments["upsample"] = "deconv"
+    return InferredNetwork("UNet3D", arguments, _list_orders(tensors))
+
+
+def _infer_sizes(tensors: Mapping[str, Tensor], first_conv: str, last_conv: str) -> dict[str, Any]:
+    """Return the numbers of channels and features, from the first and last convolution of each level."""
+    modules = [f"encoders.{level}.basic_module." for level in range(_count_levels(tensors))]
+    features = [int(tensors[module + last_conv].shape[0]) for module in modules]
+    first_weight = tensors.get(FIRST_MODULE + first_conv)
+    return {
+        "in_channels": features[0] if first_weight is None else int(first_weight.shape[1]),
+        "out_channels": int(tensors["final_conv.weight"].shape[0]),
+        "f_maps": features,
+    }
+
+
+def _list_orders(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the possible layer orders, from the names of the tensors of the first level in the order of the layers."""
+    names = [name for name in tensors if name.startswith(FIRST_MODULE)]
     layers = [name.split(".")[-2] for name in names if name.split(".")[-2] in {"conv", "groupnorm", "batchnorm"}]
     norm = next((layer[0] for layer in layers if layer != "conv"), "")
     if not norm:

@@ -100,19 +100,17 @@ def test_arguments_are_inferred_from_tensors_without_library(
 ) -> None:
     sizes = {"in_channels": 2, "out_channels": 3, "f_maps": [8, 16, 32]}
     tensors = build_network(Architecture(name=name, arguments=sizes | arguments)).state_dict()
-    inferred = plantseg._infer_arguments(tensors)
-    assert inferred is not None
-    assert inferred.pop("orders") == orders
-    assert inferred == {"name": name} | sizes | {k: v for k, v in arguments.items() if k != "layer_order"}
+    expected = sizes | {key: value for key, value in arguments.items() if key != "layer_order"}
+    assert plantseg.infer_network(tensors) == (name, expected, orders)
 
 
 def test_tensors_of_other_networks_are_not_inferred_without_library() -> None:
-    assert plantseg._infer_arguments({"conv.weight": torch.ones(1, 1, 3, 3, 3)}) is None
+    assert plantseg.infer_network({"conv.weight": torch.ones(1, 1, 3, 3, 3)}) is None
     tensors = {
         "encoders.0.basic_module.SingleConv2.conv.weight": torch.ones(()),
         "final_conv.weight": torch.ones(1, 2),
     }
-    assert plantseg._infer_arguments(tensors) is None
+    assert plantseg.infer_network(tensors) is None
 
 
 def set_model(**keys: Any) -> Callable[[dict[str, Any]], None]:
