@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from service.api.kserve.body import BodyStream, TiffUpload, receive_json
 from service.api.kserve.responses import build_inference_response, check_json_values
 from service.api.requests.admission import admit
-from service.api.requests.responses import segment_stack
+from service.api.requests.body import segment_stack
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.models.spec import ModelSpec
