@@ -1,22 +1,23 @@
-"""Receive the file in a request's body, or open the host file or stored stack that the request selects."""
+"""Receive the file in a request's body, or open the file or stack that the request selects, and segment it."""
 
 from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from fastapi import Request
 
 from service.api.dependencies import get_caller, get_quota_name, get_runtime, get_stacks
 from service.api.http.media_types import STACK_BODY, STACK_FIELD, BodyFormat
 from service.api.http.uploads import Upload, is_multipart, receive_upload
-from service.api.http.waiting import time_limit
-from service.api.requests.admission import admit_form
-from service.core.errors import BadParameter
+from service.api.http.waiting import run_while_connected, time_limit
+from service.api.requests.admission import Admission, admit_form, select_model
+from service.core.errors import BadParameter, Cancelled, NotReady
 from service.core.telemetry import Stages
 from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
@@ -24,6 +25,7 @@ from service.serving.jobs.jobs import JobManager
 from service.serving.jobs.store import INPUT_NAME
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime
+from service.serving.segmentation import SegmentationTask, StackResult
 from service.serving.storage.disk import path_exists, translate_disk_errors
 from service.serving.storage.host_files import HostFiles, RemoteSource, Source
 from service.serving.storage.scratch import ScratchFolder
@@ -165,6 +167,42 @@ async def receive_file(
             file = ReceivedFile(segmentation_request, source, upload, stages, resources)
             file.stack = form_stack if form_stack.received_bytes else None
             yield file
+
+
+class ResourceOwner(Protocol):
+    """A response that closes `resources` after it has been sent."""
+
+    resources: AsyncExitStack
+
+
+R = TypeVar("R", bound=ResourceOwner)
+
+
+async def segment_stack(
+    request: Request, runtime: Runtime, admission: Admission, build_response: Callable[[StackResult], Awaitable[R]]
+) -> R:
+    """Receive the file of a request, segment it, and return the response that `build_response` makes from the result.
+
+    The response then owns the folder of the request. Raises the errors of `receive_file`, `select_model` and
+    `SegmentationTask.run`, NotReady if the service stops, and Cancelled if the client disconnects.
+    """
+    query, spec = admission
+
+    async def respond(task: SegmentationTask) -> R:
+        try:
+            stack_result = await task.run()
+        except Cancelled:
+            raise NotReady(
+                "The service stopped before the request was completed. Send the request again in a moment."
+            ) from None
+        return await build_response(stack_result)
+
+    async with receive_file(request, query) as stack:
+        spec = spec or select_model(runtime, stack.request.query)
+        task = SegmentationTask(runtime, stack, spec, stack.stages)
+        response = await run_while_connected(request, respond(task))
+        response.resources.push_async_callback(stack.resources.pop_all().aclose)
+        return response
 
 
 async def inspect_file(runtime: Runtime, file: ReceivedFile) -> Description:

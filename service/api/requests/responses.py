@@ -1,64 +1,23 @@
-"""Segment a stack and respond with the result: the stored file, a part of it, or another file format."""
+"""Responses with a result: the stored file, a part of it, or another file format, as the client prefers."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from functools import partial
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO
 
 from fastapi import Request
 
 from service.api.dependencies import get_quota_name
-from service.api.http.waiting import run_while_connected
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
-from service.api.requests.admission import Admission, select_model
-from service.api.requests.body import receive_file
-from service.core.errors import Cancelled, NotReady
 from service.serving.results.media_types import choose_media_type, convert_result
 from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
-from service.serving.segmentation import SegmentationTask, StackResult
+from service.serving.segmentation import StackResult
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.threads import run_in_thread
-
-
-class ResourceOwner(Protocol):
-    """A response that closes `resources` after it has been sent."""
-
-    resources: AsyncExitStack
-
-
-R = TypeVar("R", bound=ResourceOwner)
-
-
-async def segment_stack(
-    request: Request, runtime: Runtime, admission: Admission, build_response: Callable[[StackResult], Awaitable[R]]
-) -> R:
-    """Receive the file of a request, segment it, and return the response that `build_response` makes from the result.
-
-    The response then owns the folder of the request. Raises the errors of `receive_file`, `select_model` and
-    `SegmentationTask.run`, NotReady if the service stops, and Cancelled if the client disconnects.
-    """
-    query, spec = admission
-
-    async def respond(task: SegmentationTask) -> R:
-        try:
-            stack_result = await task.run()
-        except Cancelled:
-            raise NotReady(
-                "The service stopped before the request was completed. Send the request again in a moment."
-            ) from None
-        return await build_response(stack_result)
-
-    async with receive_file(request, query) as stack:
-        spec = spec or select_model(runtime, stack.request.query)
-        task = SegmentationTask(runtime, stack, spec, stack.stages)
-        response = await run_while_connected(request, respond(task))
-        response.resources.push_async_callback(stack.resources.pop_all().aclose)
-        return response
 
 
 async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:

@@ -16,8 +16,9 @@ from service.api.requests.admission import (
     admit,
     prefers_async,
 )
+from service.api.requests.body import segment_stack
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.responses import build_stack_response, segment_stack
+from service.api.requests.responses import build_stack_response
 
 router = APIRouter(tags=["segmentation"])
 
