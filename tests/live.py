@@ -149,12 +149,13 @@ def serve(
 
 
 def eager_settings(folder: Path, **sections: dict[str, Any]) -> Settings:
-    """Return settings for a fast start: the eager engine, one CPU thread, and no result cache."""
+    """Return settings for a fast start: the eager engine, one CPU thread, no result cache, and temporary jobs."""
     chosen = {
         "models": {"folder": folder},
         "limits": {"cache_bytes": 0},
         "engine": {"kind": "eager"},
         "device": {"name": "cpu", "threads": 1},
+        "jobs": {"folder": "temporary"},
     }
     for name, values in sections.items():
         chosen[name] = {**chosen.get(name, {}), **values}

@@ -130,13 +130,14 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """Permissions and limits of the caller for annotated stacks and training runs.
+    """Permissions and limits of the caller for annotated stacks and training runs, and how long jobs are stored.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
     - `training`: whether the caller may train models.
     - `training_problem`: why the caller may not train models; null if the caller may train models.
     - `training_minutes`: maximum duration of a training run, in minutes.
+    - `temporary_jobs`: whether the service deletes jobs, their results and uploaded stacks when it stops.
     """
 
     corrections: bool
@@ -144,6 +145,7 @@ class CallerLimits(BaseModel):
     training: bool
     training_problem: str | None
     training_minutes: float
+    temporary_jobs: bool
 
 
 class TrainingRequest(BaseModel):

@@ -9,7 +9,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, get_identity
-from service.api.dependencies import RuntimeDependency, get_annotations, get_trainings
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_annotations, get_trainings
 from service.api.messages.learning import CallerLimits
 from service.api.messages.models import report_models
 from service.api.messages.status import (
@@ -37,10 +37,10 @@ HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
 @router.get("/limits", tags=["operation"])
-async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
-    """Get the limits for annotated stacks and training.
+async def get_limits(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> CallerLimits:
+    """Get the limits for annotated stacks, training and jobs.
 
-    Reports the quota for annotated stacks, and whether the caller may train models.
+    Reports the quota for annotated stacks, whether the caller may train models, and whether jobs survive a restart.
     """
     quota = runtime.settings.annotations.quota_bytes
     problem: str | None = None
@@ -55,6 +55,7 @@ async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimi
         training=problem is None,
         training_problem=problem,
         training_minutes=runtime.settings.trainings.minutes,
+        temporary_jobs=async_jobs.is_temporary,
     )
 
 
