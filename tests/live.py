@@ -127,12 +127,16 @@ def serve(
     settings: Settings,
     *,
     wait: bool = True,
+    port: int = 0,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
     **factories: Any,
 ) -> Iterator[LiveServer]:
-    """Serve the application until the context exits. `factories` override fields of `ServiceFactories`."""
+    """Serve the application until the context exits. `factories` override fields of `ServiceFactories`.
+
+    port  port to listen on, such as that of a service which has ended; 0: any free port
+    """
     app = create_app(settings, ServiceFactories(**factories))
-    config = build_config(app, host="127.0.0.1", port=0)
+    config = build_config(app, host="127.0.0.1", port=port)
     server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -36,7 +36,9 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
   const objectsView = table && new ObjectsView(table);
   const countText =
     job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
-  const exportRoot = createExportView(job, name, objectsView !== null, () => drawScreenshot(viewer));
+  const exportRoot = createExportView(job, name, objectsView !== null, capabilities.temporary_jobs, () =>
+    drawScreenshot(viewer),
+  );
   const correctView =
     job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
   const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);

@@ -3,7 +3,14 @@
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
+import {
+  describeObjectCount,
+  describeState,
+  fetchReports,
+  forgetJob,
+  loadRecentJobs,
+  rememberJob,
+} from "./recent_jobs.js";
 
 /**
  * Draw the start screen.
@@ -88,11 +95,15 @@ function createSteps() {
   );
 }
 
+/** Describe a job before the service has reported its state. @param {import("./recent_jobs.js").RecentJob} entry */
+function describeEntry(entry) {
+  if (entry.isMissing) return describeState(entry, null);
+  return entry.objects === null ? "no result yet" : describeObjectCount(entry);
+}
+
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
-  const countElements = jobs.map((entry) =>
-    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeObjectCount(entry)),
-  );
+  const countElements = jobs.map((entry) => element("span", { class: "muted" }, describeEntry(entry)));
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
   correctionStore.countAllCorrections().then((counts) => {
@@ -105,6 +116,18 @@ function createRecentJobsSection(jobs, openJob, onchange) {
       if (count) countElements[index].append(` · ${formatCount(count, "correction")}`);
     }
   });
+  const showStates = async () => {
+    for (const [index, [job, report]] of [...(await fetchReports(jobs))].entries()) {
+      const stateElement = countElements[index];
+      const isMissing = report === null;
+      if (isMissing !== Boolean(jobs[index].isMissing)) rememberJob({ job, isMissing });
+      // The text after this node is the number of corrections.
+      if (stateElement.firstChild) stateElement.firstChild.textContent = describeState(jobs[index], report);
+      stateElement.closest("li")?.classList.toggle("missing", isMissing || report.state === "expired");
+    }
+  };
+  // If the service does not respond, the list shows what is known about the jobs.
+  showStates().catch(() => undefined);
   /** @param {import("./recent_jobs.js").RecentJob} entry */
   const removeEntry = async ({ job, name }) => {
     const count = correctionCounts.get(job);
@@ -123,7 +146,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
       ...jobs.map((entry, index) =>
         element(
           "li",
-          {},
+          { class: entry.isMissing ? "missing" : "" },
           element(
             "button",
             { type: "button", class: "recent-job", onclick: () => openJob(entry.job) },
