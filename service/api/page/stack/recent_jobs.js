@@ -77,9 +77,8 @@ async function fetchUnlistedReports(jobs, reports) {
   }
 }
 
-/** Describe the state of a job in the list. @param {RecentJob} entry @param {Job | null} report null if the service no longer stores the job */
+/** Describe the state of a job in the list. @param {RecentJob} entry @param {Job} report */
 export function describeState(entry, report) {
-  if (report === null) return "no longer stored on the server";
   /** @type {Partial<Record<Job["state"], string>>} */
   const descriptions = {
     done: describeObjectCount({ ...entry, objects: report.objects ?? entry.objects }),

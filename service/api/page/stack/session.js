@@ -5,6 +5,7 @@ import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
+import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
 import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
@@ -382,7 +383,10 @@ export class Session {
     const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
-    const table = job.parameters.measurements === "zip" ? await fetchTable(job, signal) : null;
+    const [table, results] = await Promise.all([
+      job.parameters.measurements === "zip" ? fetchTable(job, signal) : null,
+      stackId ? fetchResults(stackId, signal) : [],
+    ]);
     await this.#showLabels(job);
     viewer.fetchStatus.textContent = "";
     const segmentWith = async (/** @type {Record<string, string>} */ changes) => {
@@ -400,6 +404,7 @@ export class Session {
       viewer,
       capabilities,
       signal,
+      results,
       segmentWith,
       timeNavigation,
     });

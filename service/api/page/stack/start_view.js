@@ -95,15 +95,17 @@ function createSteps() {
   );
 }
 
-/** Describe a job before the service has reported its state. @param {import("./recent_jobs.js").RecentJob} entry */
-function describeEntry(entry) {
-  if (entry.isMissing) return describeState(entry, null);
-  return entry.objects === null ? "no result yet" : describeObjectCount(entry);
+/** Describe the model and the age of a job, or say that the service no longer stores it. @param {import("./recent_jobs.js").RecentJob} entry */
+function describeOrigin({ model, created, isMissing }) {
+  return `${model} · ${isMissing ? "no longer stored on the server" : formatAge(created)}`;
 }
 
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
-  const countElements = jobs.map((entry) => element("span", { class: "muted" }, describeEntry(entry)));
+  const countElements = jobs.map((entry) =>
+    element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeObjectCount(entry)),
+  );
+  const detailElements = jobs.map((entry) => element("span", { class: "muted" }, describeOrigin(entry)));
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
   correctionStore.countAllCorrections().then((counts) => {
@@ -117,13 +119,16 @@ function createRecentJobsSection(jobs, openJob, onchange) {
     }
   });
   const showStates = async () => {
-    for (const [index, [job, report]] of [...(await fetchReports(jobs))].entries()) {
-      const stateElement = countElements[index];
+    const reports = await fetchReports(jobs);
+    for (const [index, entry] of jobs.entries()) {
+      const report = reports.get(entry.job) ?? null;
       const isMissing = report === null;
-      if (isMissing !== Boolean(jobs[index].isMissing)) rememberJob({ job, isMissing });
+      if (isMissing !== Boolean(entry.isMissing)) rememberJob({ job: entry.job, isMissing });
       // The text after this node is the number of corrections.
-      if (stateElement.firstChild) stateElement.firstChild.textContent = describeState(jobs[index], report);
-      stateElement.closest("li")?.classList.toggle("missing", isMissing || report.state === "expired");
+      const countText = countElements[index].firstChild;
+      if (countText && report) countText.textContent = describeState(entry, report);
+      detailElements[index].textContent = describeOrigin({ ...entry, isMissing });
+      countElements[index].closest("li")?.classList.toggle("missing", isMissing);
     }
   };
   // If the service does not respond, the list shows what is known about the jobs.
@@ -158,7 +163,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
               { class: "recent-text" },
               element("strong", {}, entry.name || "Stack"),
               countElements[index],
-              element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
+              detailElements[index],
             ),
           ),
           element(
