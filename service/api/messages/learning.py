@@ -130,7 +130,7 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """Permissions and limits of the caller for annotated stacks, training runs and folders on the host.
+    """Permissions and limits of the caller for annotated stacks, training, folders on the host, and stored jobs.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
@@ -138,6 +138,7 @@ class CallerLimits(BaseModel):
     - `training_problem`: why the caller may not train models; null if the caller may train models.
     - `training_minutes`: maximum duration of a training run, in minutes.
     - `inputs`, `outputs`: names of the folders on the host that the caller may read, and in which it may store results.
+    - `temporary_jobs`: whether the service deletes jobs, their results and uploaded stacks when it stops.
     """
 
     corrections: bool
@@ -147,6 +148,7 @@ class CallerLimits(BaseModel):
     training_minutes: float
     inputs: list[str]
     outputs: list[str]
+    temporary_jobs: bool
 
 
 class TrainingRequest(BaseModel):
