@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -124,14 +124,18 @@ class Volume:
 class Objects:
     """Statistics of the N decoded objects in a label volume, as arrays [N] in the order of the labels.
 
-    voxel_counts  int64, number of voxels of each object on the grid of the network
-    confidence    float32, mean foreground probability of the voxels of the object
-    peaks         float32, highest distance that the network predicted inside the object; 0 to 1 if it is normalized
+    voxel_counts       int64, number of voxels of each object on the grid of the network
+    confidence         float32, mean foreground probability of the voxels of the object
+    peaks              float32, highest distance that the network predicted inside the object; 0 to 1 if it is
+                       normalized
+    match_probability  float32, calibrated confidence: probability that the object matches a true object with an
+                       intersection over union (IoU) above 0.5; None if the model is not calibrated
     """
 
     voxel_counts: NDArray[np.int64]
     confidence: NDArray[np.float32]
     peaks: NDArray[np.float32]
+    match_probability: NDArray[np.float32] | None = None
 
     @classmethod
     def from_sums(cls, voxel_counts: Array, foreground_sums: Array, peaks: Array) -> Self:
@@ -141,8 +145,9 @@ class Objects:
 
     @classmethod
     def concatenate(cls, object_groups: Sequence[Self]) -> Self:
-        """Concatenate the statistics of one or more groups of objects."""
-        return cls(*(np.concatenate([getattr(group, field.name) for group in object_groups]) for field in fields(cls)))
+        """Concatenate the statistics of one or more groups of objects, without their calibrated confidence."""
+        names = ("voxel_counts", "confidence", "peaks")
+        return cls(*(np.concatenate([getattr(group, name) for group in object_groups]) for name in names))
 
     def __len__(self) -> int:
         return len(self.voxel_counts)
@@ -162,7 +167,8 @@ class Objects:
 
     def select(self, mask: NDArray[np.bool_]) -> Self:
         """Return the statistics of the objects for which `mask` [N] is True."""
-        return type(self)(self.voxel_counts[mask], self.confidence[mask], self.peaks[mask])
+        match_probability = None if self.match_probability is None else self.match_probability[mask]
+        return type(self)(self.voxel_counts[mask], self.confidence[mask], self.peaks[mask], match_probability)
 
 
 @dataclass(frozen=True)
@@ -279,6 +285,9 @@ class Options:
                     own
     strict          whether low confidence in the labels is an error
     quality         fast or best; None: fast
+    may_correct_diameter
+                    whether a diameter with one length, such as 15px, may be replaced if the confidence is low; false
+                    for stacks that must be segmented with the same diameter
     """
 
     output: OutputKind | None = None
@@ -290,3 +299,4 @@ class Options:
     roi_size: Size | None = None
     strict: bool = False
     quality: Quality | None = None
+    may_correct_diameter: bool = True

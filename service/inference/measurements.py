@@ -35,9 +35,11 @@ def measure_objects(segmentation: Segmentation, volume: Volume) -> Table:
     intensity_mean, _max      mean and maximum intensity; if the volume has several channels, one column for each
                               channel: intensity_mean-0, -1, ...
 
-    and three additional columns:
+    and four additional columns:
 
-    confidence                mean foreground probability of the object's voxels, if the decoder provides it
+    mean_probability          mean foreground probability of the object's voxels, if the decoder provides it
+    confidence                probability that the object matches a true one; the mean foreground probability if the
+                              model is not calibrated
     touching_border           whether the object touches a face of the volume and may be cut off; faces along axes that
                               are only one voxel long do not count
     unit                      unit of area, diameter and centroid: "um", or "voxel" if the voxel size is not known
@@ -197,5 +199,7 @@ def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | 
     table["touching_border"] = (((starts == 0) | (ends == size)) & (size > 1)).any(axis=0)
     table["unit"] = np.full(len(labels), "voxel" if voxel_size is None else "um")
     if objects is not None:
-        table["confidence"] = objects.confidence[labels - 1]
+        table["mean_probability"] = objects.confidence[labels - 1]
+        match_probability = objects.match_probability
+        table["confidence"] = (objects.confidence if match_probability is None else match_probability)[labels - 1]
     return table

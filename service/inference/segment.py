@@ -16,8 +16,8 @@ from service.core.telemetry import Stages
 from service.core.types import Extent, Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
-from service.inference.diameter.advice import Evidence
-from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects
+from service.inference.diameter.advice import MIN_CORRECTION_GAIN, Evidence, find_diameter_correction
+from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
 from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
@@ -86,6 +86,15 @@ def segment(
     if (result := _segment_variant(runner, volume, options, request, callbacks)) is not None:
         return result
     call = _Call(runner, volume, options, callbacks, Stages())
+    result = _correct_diameter(call, _segment_as_planned(call, request))
+    if result.quality_warning is not None and options.strict:
+        raise LowConfidenceResult(result.quality_warning.detail, suggested=result.quality_warning.suggested_parameters)
+    return result
+
+
+def _segment_as_planned(call: _Call, request: PlannedRequest) -> Result:
+    """Segment with the stated diameter, or with the estimate if no diameter is stated."""
+    runner, volume, options, callbacks, _stages = call
     with runner.inference_context(request.estimate):
         runner.check_memory(request.estimate)
         with call.stages.measure("prepare"):
@@ -98,7 +107,7 @@ def segment(
         scoring = _score(call, image, spec, plan)
         # Free the memory of the images before decoding.
         del source, image
-        segmentation = _decode(call, scoring.consumer, plan)
+        segmentation = _decode(call, scoring.consumer, plan, diameter)
         confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
     notes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.list_batch_notes(options), *scoring.notes)
     return Result(
@@ -115,6 +124,39 @@ def segment(
         confidence=confidence,
         quality_warning=quality_warning,
     )
+
+
+def _correct_diameter(call: _Call, result: Result) -> Result:
+    """Segment again with the diameter that a warning suggests if the stated diameter has one length.
+
+    The suggested diameter is used if it is similar, and if it increases the confidence. A note informs the user.
+    """
+    runner, volume, options, callbacks, _stages = call
+    stated, used = options.diameter, compute_applied_diameter(volume, runner.spec, result.diameter)
+    if not isinstance(stated, Diameter) or len(stated.lengths) > 1 or not options.may_correct_diameter or used is None:
+        return result
+    if (diameter := find_diameter_correction(result.quality_warning, used)) is None:
+        return result
+    try:
+        request = runner.estimator.plan_request(volume, replace(options, diameter=diameter))
+        # The first labels stay in memory until the results have been compared.
+        labels_bytes = result.segmentation.pixels.nbytes
+        estimate = replace(request.estimate, host_bytes=request.estimate.host_bytes + labels_bytes)
+        runner.check_memory(estimate)
+        callbacks.on_new_estimate(estimate)
+        corrected_result = _segment_as_planned(call, request._replace(estimate=estimate))
+    except (TooLarge, OutOfMemory) as error:
+        log.info("%s: the stated diameter could not be corrected: %s", runner.spec.identifier, error)
+        return result
+    gain = (corrected_result.confidence or 0.0) - (result.confidence or 0.0)
+    if gain < MIN_CORRECTION_GAIN:
+        return result
+    note = (
+        f"With the specified object diameter, {stated}, the confidence is only {result.confidence or 0:.2f}, so the "
+        f"diameter was estimated from the stack: {diameter.describe()}. To use the specified diameter, set "
+        f"diameter={Diameter((used[0], used[1], used[2]), 'px')}."
+    )
+    return corrected_result._replace(notes=(note, *corrected_result.notes), is_diameter_estimated=True)
 
 
 def _segment_variant(
@@ -187,20 +229,22 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringRes
     )
 
 
-def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
+def _decode(call: _Call, decoder: Decoder, plan: Plan, diameter: Diameter | None) -> Segmentation:
     """Return the segmentation on the grid of the volume. The decoder must have received all scores."""
     with call.stages.measure("decode"):
         min_voxels = compute_min_voxels(plan.postprocessing, call.volume)
-        return resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
+        segmentation = resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
+        if segmentation.objects is None:
+            return segmentation
+        spec = call.runner.spec
+        applied_diameter = compute_applied_diameter(call.volume, spec, diameter)
+        return replace(segmentation, objects=calibrate_objects(segmentation.objects, spec, applied_diameter))
 
 
 def _assess_confidence(
     call: _Call, segmentation: Segmentation, plan: Plan, diameter: Diameter | None
 ) -> ConfidenceAssessment:
-    """Return the confidence in the labels, and a warning if it is low.
-
-    If the confidence is low and `strict` is set, raises LowConfidenceResult instead.
-    """
+    """Return the confidence in the labels, and a warning if it is low."""
     spec, volume = call.runner.spec, call.volume
 
     def collect_evidence() -> Evidence:
@@ -218,12 +262,7 @@ def _assess_confidence(
         )
 
     with call.stages.measure("decode"):
-        assessment = assess_objects(segmentation.objects, spec, collect_evidence)
-    if assessment.quality_warning is not None and call.options.strict:
-        raise LowConfidenceResult(
-            assessment.quality_warning.detail, suggested=assessment.quality_warning.suggested_parameters
-        )
-    return assessment
+        return assess_objects(segmentation.objects, spec, collect_evidence)
 
 
 def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[Tensor]]:

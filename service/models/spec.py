@@ -16,6 +16,7 @@ from service.models.spec_parts import (
     Flows,
     FrozenModel,
     Instances,
+    ObjectCalibration,
     Regions,
     StarConvex,
     Tiling,
@@ -52,11 +53,14 @@ class Weights(FrozenModel):
 
 
 class Calibration(FrozenModel):
-    """Logistic regression that estimates the confidence in a result, fitted to good and bad results of the model.
+    """Logistic regression that separates good from bad results of the model.
+
+    Diameter trials compare scales by it. It is also the confidence in a result if `objects` is not specified.
 
     intercept                       intercept of the regression
     certainty, peak, size, giants   coefficients of `service.inference.diameter.confidence.Features`
-    threshold                       confidence below which a result causes a warning
+    threshold                       confidence below which other diameters are tried, and a result causes a warning
+    objects                         calibrated confidence of objects, whose mean replaces the confidence in a result
     sheets                          name of the model to suggest for stacks of membranes or shells
     blobs                           name of the model to suggest for all other stacks
     """
@@ -67,6 +71,7 @@ class Calibration(FrozenModel):
     size: float
     giants: float
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    objects: ObjectCalibration | None = None
     sheets: SingleLineText | None = None
     blobs: SingleLineText | None = None
 

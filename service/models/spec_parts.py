@@ -82,6 +82,29 @@ class Tiling(NamedTuple):
 MONAI_TILING = Tiling()
 
 
+class ObjectCalibration(FrozenModel):
+    """Logistic regression for the probability that an object matches a true object at an IoU of 0.5.
+
+    It is fitted to objects of stacks that the weights were not trained on.
+
+    intercept   intercept of the regression
+    certainty   coefficient of the logit of the mean foreground probability of the object
+    peak        coefficient of the distance at the peak of the object
+    size        coefficient of the absolute logarithm of the ratio between the diameters of object and model
+    result      coefficient of the log-odds of all objects of the result, `Calibration.intercept` and the terms after it
+    resolution  coefficient of the logarithm by which the objects are smaller than `MIN_RESOLVED_DIAMETER` voxels
+    threshold   expected F1 below which a result causes a warning
+    """
+
+    intercept: float
+    certainty: float
+    peak: float
+    size: float
+    result: float
+    resolution: float = 0.0
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
+
+
 class Instances(FrozenModel):
     """Parameters of instance decoding, which assigns every foreground voxel to a maximum of the distance map.
 

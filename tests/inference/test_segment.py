@@ -12,8 +12,8 @@ from fakes import SeparateMemoryDriver, wait_until
 from segmenters import make_runner_with_network, make_settings, start_runner
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, Cancelled, ConfigError, OutOfMemory, TooLarge
-from service.core.quantities import VoxelSize
+from service.core.errors import BadParameter, Cancelled, ConfigError, LowConfidenceResult, OutOfMemory, TooLarge
+from service.core.quantities import VoxelSize, parse_diameter
 from service.core.sections.computing import Device, Windows
 from service.core.sections.serving import Limits
 from service.core.types import Options, Volume
@@ -26,7 +26,7 @@ from service.inference.segment import segment
 from service.inference.types import Result
 from service.inference.windows.batching import batcher as device_module
 from service.models.spec import Calibration
-from service.models.spec_parts import Instances, RangeNormalization
+from service.models.spec_parts import Instances, ObjectCalibration, RangeNormalization
 
 VOXEL = VoxelSize(0.5, 0.25, 0.25)
 
@@ -527,6 +527,44 @@ def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
     assert suggestions == ["diameter=6px", ""]
+
+
+def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
+    """The estimate for these balls is six voxels. The confidence is higher at six voxels than at nine."""
+    input_changes = {
+        "roi_size": (32, 32, 32),
+        "diameter": 16.0,
+        "normalisation": RangeNormalization(kind="range", low=0, high=1),
+    }
+    object_calibration = ObjectCalibration(intercept=-2, certainty=0, peak=0, size=0, result=0, resolution=10)
+    calibration = Calibration(intercept=5, certainty=0, peak=0, size=0, giants=0, objects=object_calibration)
+    spec = random_nuclei.model_copy(
+        update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
+    )
+    runner = make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    positions = np.indices((24, 48, 48)) % 12 - 5.5
+    balls = Volume.from_array((1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None])
+
+    def segment_with(diameter, **options):
+        return segment(runner, balls, Options(diameter=parse_diameter(diameter), **options))
+
+    corrected, suggested = segment_with("9px"), segment_with("6px")
+    assert (corrected.diameter_text, corrected.quality_warning) == ("6px; estimated", None)
+    assert corrected.notes[0].startswith("With the specified object diameter, 9px, the confidence is only 0.28")
+    assert corrected.notes[0].endswith("set diameter=9,9,9px.")
+    assert corrected.confidence == suggested.confidence > 0.9
+    assert set(corrected.segmentation.objects.match_probability) == {np.float32(corrected.confidence)}
+    np.testing.assert_array_equal(corrected.segmentation.pixels, suggested.segmentation.pixels)
+    # A diameter that is exact, that must be the same for several stacks, or that may be intended is not corrected.
+    for result, diameter in (
+        (segment_with("9,9,9px"), "9,9,9px; stated"),
+        (segment_with("9px", may_correct_diameter=False), "9px; stated"),
+        (segment_with("14px"), "14px; stated"),
+    ):
+        assert (result.diameter_text, result.quality_warning.suggestion) == (diameter, "diameter=6px")
+    assert segment_with("6px", strict=True).confidence == segment_with("9px", strict=True).confidence
+    with pytest.raises(LowConfidenceResult, match="diameter=6px"):
+        segment_with("9,9,9px", strict=True)
 
 
 def test_only_installed_models_are_suggested(random_nuclei, tmp_path):

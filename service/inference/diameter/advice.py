@@ -20,6 +20,13 @@ MIN_DIAMETER_RATIO = 1.4
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
+# Correct a stated diameter only if the diameter in the plane changes by at most this factor. A larger difference may be
+# intended, for example to segment large objects instead of their parts.
+MAX_CORRECTION_RATIO = 1.75
+
+# Minimum gain in confidence for which a stated diameter is corrected.
+MIN_CORRECTION_GAIN = 0.05
+
 TRAINING_ADVICE = "annotate part of the stack and train a model (docs/training.md)"
 
 
@@ -92,6 +99,20 @@ def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None)
     return QualityWarning(
         None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", ""
     )
+
+
+def find_diameter_correction(warning: QualityWarning | None, used_diameter: Sequence[float]) -> Diameter | None:
+    """Return the diameter that a low-confidence warning suggests, if it is similar to the diameter that was used.
+
+    used_diameter  object diameter along (z, y, x), in voxels
+    """
+    if warning is None or (setting := warning.suggested_parameters.get("diameter")) is None:
+        return None
+    diameter = Diameter.parse(setting)
+    if (lengths := diameter.to_voxels(None)) is None:
+        return None
+    ratio = math.prod(lengths[1:]) / math.prod(used_diameter[1:])
+    return diameter if abs(math.log(ratio)) <= 2 * math.log(MAX_CORRECTION_RATIO) else None
 
 
 # Reason, suggested parameter, and the rest of the sentence after the suggestion.

@@ -1,17 +1,22 @@
-"""Confidence in a result, computed from the statistics of its objects.
+"""Confidence in objects and in a result, computed from the statistics of the objects.
 
 On images that resemble its training data, a network predicts high foreground probabilities for the voxels of objects
 and one high peak of the distance for each object, and objects are about as large as expected. On other images, all
 three properties deteriorate.
+
+The confidence of a calibrated model is a probability: of the objects with a confidence of 0.9, nine in ten match a true
+object with an intersection over union (IoU) above 0.5. The confidence in a result is the expected F1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from service.core.types import Objects
 from service.inference.diameter.advice import (
@@ -26,6 +31,13 @@ from service.models.spec import Calibration, ModelSpec
 
 # Maximum mean foreground probability. Logits from -8 to 8 cannot express a higher probability.
 MAX_FOREGROUND_PROBABILITY = 0.9996
+
+# Maximum absolute log-odds of a result that the confidence of its objects depends on.
+MAX_RESULT_LOG_ODDS = 6.0
+
+# Minimum object diameter in voxels of the stack, along every axis, from which outlines are no longer limited by the
+# resolution of the stack.
+MIN_RESOLVED_DIAMETER = 10.0
 
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
@@ -65,13 +77,73 @@ def compute_typical_diameter(objects: Objects) -> float:
 
 
 def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
-    """Return the confidence in a result, 0 to 1, computed by logistic regression; None if there are no objects."""
+    """Return the probability that a result is good, computed by logistic regression; None if there are no objects.
+
+    Use it to compare the results of one model. It is not on the scale of the calibrated confidence.
+    """
     if not len(objects):
         return None
+    return float(_logistic(np.array(_compute_log_odds(objects, expected_diameter, calibration))))
+
+
+def _compute_log_odds(objects: Objects, expected_diameter: float, calibration: Calibration) -> float:
     weights = (calibration.certainty, calibration.peak, calibration.size, calibration.giants)
     features = Features.measure(objects, expected_diameter)
-    score = calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
-    return 1 / (1 + math.exp(-min(max(score, -50.0), 50.0)))
+    return calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
+
+
+def _logistic(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
+    probabilities: NDArray[np.float64] = 1 / (1 + np.exp(-np.clip(log_odds, -50.0, 50.0)))
+    return probabilities
+
+
+def measure_object_features(
+    objects: Objects, expected_diameter: float, applied_diameter: Sequence[float], calibration: Calibration
+) -> NDArray[np.float64]:
+    """Return the features of each object [N, 5], in the order of the coefficients of `ObjectCalibration`.
+
+    expected_diameter  object diameter of the model, in voxels of its grid
+    applied_diameter   object diameter along (z, y, x) with which the stack was resampled, in voxels of the stack
+    """
+    if not len(objects):
+        return np.zeros((0, 5))
+    probabilities = np.minimum(objects.confidence.astype(np.float64), MAX_FOREGROUND_PROBABILITY)
+    diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
+    result_log_odds = _compute_log_odds(objects, expected_diameter, calibration)
+    return np.column_stack(
+        [
+            np.log(probabilities / (1 - probabilities)),
+            np.nan_to_num(objects.peaks.astype(np.float64)),
+            np.abs(np.log(diameters / expected_diameter)),
+            np.full(len(objects), np.clip(result_log_odds, -MAX_RESULT_LOG_ODDS, MAX_RESULT_LOG_ODDS)),
+            np.full(len(objects), math.log(max(MIN_RESOLVED_DIAMETER / min(applied_diameter), 1))),
+        ]
+    )
+
+
+def calibrate_objects(objects: Objects, spec: ModelSpec, applied_diameter: Sequence[float] | None) -> Objects:
+    """Return the objects with their calibrated confidence, or unchanged if the model is not calibrated.
+
+    applied_diameter  object diameter along (z, y, x) with which the stack was resampled, in voxels of the stack; None
+                      if the model has no object diameter
+    """
+    if spec.confidence is None or (model := spec.confidence.objects) is None:
+        return objects
+    if applied_diameter is None or spec.input.diameter is None:
+        return objects
+    features = measure_object_features(objects, spec.input.diameter, applied_diameter, spec.confidence)
+    weights = np.array([model.certainty, model.peak, model.size, model.result, model.resolution])
+    log_odds = model.intercept + features @ weights
+    return replace(objects, match_probability=_logistic(log_odds).astype(np.float32))
+
+
+def estimate_f1(match_probability: NDArray[np.floating]) -> float | None:
+    """Return the expected F1 of a result, given the probability [N] that each object matches a true one.
+
+    F1 is the number of matches, divided by the mean of the numbers of objects found and true objects. The number of
+    true objects is assumed to be the number found: as many are missed as are wrong. Returns None without objects.
+    """
+    return float(match_probability.mean()) if len(match_probability) else None
 
 
 def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
@@ -93,7 +165,7 @@ def count_clear_objects(objects: Objects, expected_diameter: float, calibration:
 class ConfidenceAssessment(NamedTuple):
     """Confidence in a result and the warning for the user.
 
-    confidence       confidence, 0 to 1; None if it is not known
+    confidence       confidence, 0 to 1; None if it is not known. If the model is calibrated, the expected F1
     quality_warning  the warning; None if no warning is needed
     """
 
@@ -104,7 +176,7 @@ class ConfidenceAssessment(NamedTuple):
 def assess_objects(
     objects: Objects | None, spec: ModelSpec, find_evidence: Callable[[], Evidence]
 ) -> ConfidenceAssessment:
-    """Return the confidence in the objects of a result, and a warning if it is low.
+    """Return the confidence in the objects of a result from `calibrate_objects`, and a warning if it is low.
 
     `objects` is None for outputs other than labels, because only labels have a confidence. `find_evidence` is slow, so
     it is called only if the confidence is low or no object was found.
@@ -114,8 +186,11 @@ def assess_objects(
         return ConfidenceAssessment(None, None)
     if calibration is None or expected_diameter is None:
         return ConfidenceAssessment(None, None if len(objects) else make_no_objects_warning(find_evidence(), None))
-    confidence = predict_confidence(objects, expected_diameter, calibration)
-    if confidence is not None and confidence >= calibration.threshold:
+    if calibration.objects is None or objects.match_probability is None:
+        confidence, threshold = predict_confidence(objects, expected_diameter, calibration), calibration.threshold
+    else:
+        confidence, threshold = estimate_f1(objects.match_probability), calibration.objects.threshold
+    if confidence is not None and confidence >= threshold:
         return ConfidenceAssessment(confidence, None)
     calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
     if confidence is None:

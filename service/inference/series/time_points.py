@@ -117,6 +117,7 @@ def _choose_diameter(
     series: Series, options: Options, segmenter: TimePointSegmenter, stages: Stages, cancelled: Callable[[], bool]
 ) -> tuple[Options, bool, str]:
     """Return the options with one diameter for all time points, whether the diameter was estimated, and a note."""
+    options = replace(options, may_correct_diameter=False)
     if segmenter.estimate_diameter is None:
         return options, False, ""
     estimates = list[tuple[DiameterEstimate, VoxelSize | None]]()

@@ -242,7 +242,8 @@ class FolderSegmentation:
                 stages = Stages()
                 with stages.measure("read"):
                     pixels = self._callbacks.read(stack, shared_parameters.query, Path(scratch))
-                result = self._callbacks.segment(pixels.segmentation_input, shared_parameters.query.options)
+                options = replace(shared_parameters.query.options, may_correct_diameter=False)
+                result = self._callbacks.segment(pixels.segmentation_input, options)
                 stages.update(result.seconds)
                 result = result._replace(notes=tuple(filter(None, (shared_parameters.note, *result.notes))))
                 provenance = describe_provenance(shared_parameters.query, result, Path(name).name, hash_file(stack))

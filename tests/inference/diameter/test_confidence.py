@@ -41,6 +41,6 @@ def test_confidence_is_a_number_unless_no_object_is_found() -> None:
 
 def test_clear_objects_are_counted_if_most_others_look_like_noise() -> None:
     nuclei, noise = make_objects([20, 21], 0.94, 0.8), make_objects(100 * [12], 0.7, 0.55)
-    both = Objects(*(np.concatenate(pair) for pair in zip(vars(nuclei).values(), vars(noise).values(), strict=True)))
+    both = Objects.concatenate([nuclei, noise])
     assert count_clear_objects(both, 20.0, CALIBRATION) == 2
     assert count_clear_objects(nuclei, 20.0, CALIBRATION) == count_clear_objects(noise, 20.0, CALIBRATION) == 0
