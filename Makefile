@@ -47,12 +47,12 @@ test-all: $(STAMP)ray test ## run all tests, including thorough ones, and inject
 	$(BIN)/python benchmarks/chaos.py --minutes $(CHAOS_MINUTES)
 
 # napari and Qt have an environment of their own, so that the pinned dependencies of the service do not depend on them.
-NAPARI ?= napari[pyqt6]
 .PHONY: test-napari
-test-napari: $(STAMP)run ## test the napari plugin with a real server (needs xvfb-run; NAPARI="napari[pyqt6]==0.8.0")
+test-napari: $(STAMP)run ## test the napari plugin with a real server (needs xvfb-run)
 	$(BIN)/python -m venv .venv/napari
-	.venv/napari/bin/pip install --quiet "$(NAPARI)" pytest --editable clients/python --editable clients/napari
-	xvfb-run -a .venv/napari/bin/pytest -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
+	.venv/napari/bin/pip install --quiet --require-hashes --requirement clients/napari/test-hashes.txt
+	PYTHONPATH=clients/python:clients/napari xvfb-run -a .venv/napari/bin/python -m pytest \
+	  -c /dev/null --rootdir . --confcutdir tests/clients/napari tests/clients/napari
 
 .PHONY: lint
 lint: $(STAMP)dev ## check style, types, import rules, dependencies, shell scripts and container files

@@ -2,6 +2,7 @@
 # Pin the newest versions that pyproject.toml allows. The pins are valid for all supported Python versions and platforms.
 # hashes.txt    versions with the SHA-256 of every file on the package index, and of torch's CPU builds
 # constraints.txt    the same versions without hashes
+# clients/napari/test-hashes.txt    napari and Qt, with which the plugin is tested in an environment of its own
 # usage: scripts/constraints.sh [--keep]
 # --keep  Keep the versions of hashes.txt, and only add packages and hashes.
 # Environment: TORCH_CPU_INDEX is the package index with the CPU builds of torch.
@@ -28,3 +29,5 @@ echo "torch==$version+cpu" | compile - --no-deps --index "${TORCH_CPU_INDEX:-htt
   sed -n 's/^ *\(--hash=[^ ]*\).*/    \1 \\/p' >"$work/cpu"
 sed "/^torch==/r $work/cpu" "$work/hashes.txt" >hashes.txt
 sed -n 's/^\([a-z0-9].*[^ ]\) *\\$/\1/p' hashes.txt >constraints.txt
+printf '%s\n' 'napari[pyqt6]>=0.9' httpx2 pytest tifffile |
+  compile - --universal --python-version 3.11 "$upgrade" --output-file clients/napari/test-hashes.txt
