@@ -149,7 +149,7 @@ def test_decoding_can_be_cancelled():
         (Options(quality="best"), "fixed directions"),
         (Options(skip_below=3.0), "skip_below"),
         (Options(overlap=0.5), "overlap by 10%"),
-        (Options(diameter="auto"), "cannot estimate"),
+        (Options(diameter="auto"), "can be estimated"),
         (Options(roi_size=(4, 64, 64)), "supports only the window size"),
     ],
 )
