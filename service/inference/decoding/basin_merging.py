@@ -16,8 +16,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from service.inference.decoding.watershed import Basins
+    from service.models.spec import ModelSpec
     from service.models.spec_parts import Instances
-from service.models.spec import ModelSpec
 
 # Smallest normal float32: smaller numbers have fewer significant bits.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)

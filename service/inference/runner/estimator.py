@@ -159,8 +159,7 @@ def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
     """Return whether the object diameter has to be estimated from the stack."""
     if options.diameter == "auto" and (spec.input.diameter is None or not isinstance(spec.decoding, Instances)):
         raise BadParameter(
-            f"The model {spec.name} cannot estimate the object diameter. Omit diameter=, or specify a diameter.",
-            parameter="diameter",
+            f"The model {spec.name} has no object diameter that can be estimated. Omit diameter=.", parameter="diameter"
         )
     return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
 

@@ -47,6 +47,13 @@ def estimate_request(
     """
     if isinstance(spec.decoding, Flows):
         return _estimate_planes(spec, volume, plan, memory)
+    return _estimate_windows(spec, volume, plan, memory, kernels)
+
+
+def _estimate_windows(
+    spec: ModelSpec, volume: Extent, plan: Plan, memory: WindowMemory, kernels: WindowKernels
+) -> ResourceEstimate:
+    """Estimate the requirements of a network that is applied to windows of the volume."""
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     channels = spec.input.channels
     grid = Grid.cover(size, spec.input.roi_size, plan.overlap, spec.tiling)

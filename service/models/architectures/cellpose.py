@@ -128,18 +128,18 @@ class CellposeNet(nn.Module):
         if channels < self.in_channels:
             planes = functional.pad(planes, (0, 0, 0, 0, 0, self.in_channels - channels))
         scores = self.score_planes(planes).reshape(batch_size, depth, 3, height, width).transpose(1, 2)
-        flow_y, flow_x, logit = scores.split(1, 1)
-        return torch.cat((logit, torch.zeros_like(logit), flow_y, flow_x), 1)
+        # The logit is the last output of the network.
+        return torch.cat((scores[:, 2:], torch.zeros_like(scores[:, :1]), scores[:, :2]), 1)
 
     def score_planes(self, x: Tensor) -> Tensor:
         """Compute the flow along y and x and the logit of planes: [N, C, y, x] -> [N, 3, y, x]."""
         skips = list[Tensor]()
-        for block in self.downsample.down.children():
+        for block in self.downsample.get_submodule("down").children():
             x = block(functional.max_pool2d(x, 2) if skips else x)
             skips.append(x)
         style = x.mean((2, 3))
         style = style / style.square().sum(1, keepdim=True).sqrt()
-        for index, block in enumerate(reversed([*self.upsample.up.children()])):
+        for index, block in enumerate(reversed([*self.upsample.get_submodule("up").children()])):
             x = block(functional.interpolate(x, scale_factor=2.0) if index else x, skips.pop(), style)
         scores: Tensor = self.output(x)
         return scores

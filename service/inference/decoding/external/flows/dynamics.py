@@ -7,8 +7,6 @@ limited: voxels move independently, so they are moved in groups, and maxima are 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -84,8 +82,9 @@ def group_targets(targets: NDArray[np.int32], size: Size) -> NDArray[np.int64]:
     places = np.ravel_multi_index(tuple(targets[:, axis] + REACH for axis in range(3)), padded_size)
     counts = np.bincount(places, minlength=int(np.prod(padded_size))).astype(np.int32)
     peaks = _find_peaks(counts, padded_size)
-    # Maxima with more voxels come later and overwrite the others.
-    peaks = peaks[np.argsort(counts[peaks], kind="stable")]
+    # Maxima with more voxels come later and overwrite the others. Among equal numbers, the order is that of PyTorch's
+    # default sort, as in Cellpose.
+    peaks = peaks[torch.from_numpy(counts[peaks]).argsort().numpy()]
     owners = np.zeros(len(counts), np.int32)
     box = _list_offsets(REACH, padded_size)
     edge = 2 * REACH + 1
@@ -111,7 +110,8 @@ def _find_peaks(counts: NDArray[np.int32], size: tuple[int, ...]) -> Indices:
     return candidates[is_peak]
 
 
-def _list_offsets(radius: int, size: tuple[int, ...]) -> NDArray[Any]:
+def _list_offsets(radius: int, size: tuple[int, ...]) -> Indices:
     """Return the differences of the flat indices of the voxels of a box from that of its center."""
     shifts = np.indices((2 * radius + 1,) * 3).reshape(3, -1) - radius
-    return (shifts[0] * size[1] + shifts[1]) * size[2] + shifts[2]
+    offsets: Indices = (shifts[0] * size[1] + shifts[1]) * size[2] + shifts[2]
+    return offsets

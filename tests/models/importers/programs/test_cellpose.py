@@ -1,0 +1,108 @@
+"""Tests of importing files of Cellpose. `scripts/fixtures/cellpose.py` has created the model with the original."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from importing import import_model
+from paths import ROOT
+from torch import Tensor
+
+from service.core.errors import UnsupportedPackage
+from service.models.importers.programs import cellpose
+from service.models.spec import ModelSpec
+
+MODEL = ROOT / "tests" / "data" / "cellpose" / "CP_synthetic"
+FIRST, LAST = "downsample.down.res_down_0.conv.conv_0.2.weight", "output.2.weight"
+
+
+def save(folder: Path, name: str = "CP_edited", **changes: Tensor | None) -> Path:
+    """Save the tensors of the model with changes. None removes a tensor. `__` stands for a dot in a name."""
+    tensors: dict[str, Any] = torch.load(MODEL, weights_only=True)
+    for key, value in changes.items():
+        tensors.pop(key.replace("__", "."), None)
+        if value is not None:
+            tensors[key.replace("__", ".")] = value
+    torch.save(tensors, folder / name)
+    return folder / name
+
+
+def test_file_without_suffix_is_recognized_and_described_completely():
+    assert cellpose.is_supported(MODEL)
+    draft = cellpose.read_file(MODEL)
+    spec = ModelSpec(**{**draft.content, "name": "synthetic"}, weights={"sha256": "0" * 64}, folder=MODEL.parent)
+    arguments = {"in_channels": 2, "features": [6, 12, 24, 48], "kernel_size": 3}
+    assert spec.architecture.arguments == arguments
+    assert (spec.input.channels, spec.input.diameter) == (1, 17)
+    assert spec.input.default_diameter == pytest.approx(12.27, abs=0.01)
+    assert (spec.tiling.name, spec.input.roi_size, spec.decoding.kind) == ("cellpose", (4, 224, 224), "flows")
+    assert any("--channels 2" in note for note in draft.notes)
+
+
+def test_files_of_other_programs_are_not_claimed(tmp_path):
+    torch.save({"conv.weight": torch.zeros(2, 1, 3, 3, 3)}, tmp_path / "other.pth")
+    (tmp_path / "text").write_text("downsample.down.res_down_0.conv.conv_0.2.weight")
+    assert not any(map(cellpose.is_supported, (tmp_path / "other.pth", tmp_path / "text", tmp_path)))
+
+
+def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
+    for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
+        content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content
+        assert (content["input"]["diameter"], content["input"]["default_diameter"]) == (diameter, diameter)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output__2__weight": torch.zeros(1, 6, 1, 1)}, "1 outputs.*Denoising"),
+        ({"output__2__weight": torch.tensor(0.0)}, "0 outputs"),
+        ({FIRST.replace(".", "__"): torch.zeros(6, 2, 3, 3, 3)}, "3D convolutions"),
+        ({FIRST.replace(".", "__"): None}, "without a residual network"),
+        ({FIRST.replace(".", "__"): None, "W2": torch.zeros(1)}, "Cellpose-SAM.*CC-BY-NC"),
+        ({"diam_mean": torch.tensor([float("nan")])}, "diam_mean"),
+        ({"diam_mean": torch.zeros(2**20)}, "diam_mean"),
+        ({"diam_labels": torch.tensor([0.0])}, "diam_labels"),
+    ],
+)
+def test_other_models_of_cellpose_are_refused_by_name(tmp_path, changes, message):
+    path = save(tmp_path, **changes)
+    assert cellpose.is_supported(path)
+    with pytest.raises(UnsupportedPackage, match=message):
+        cellpose.read_file(path)
+
+
+def test_size_models_are_refused_by_name(tmp_path):
+    np.save(tmp_path / "size_cyto3.npy", np.zeros(3))
+    with pytest.raises(UnsupportedPackage, match="size model"):
+        import_model(tmp_path / "size_cyto3.npy", tmp_path / "models", {})
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("The pickle was executed.",))
+
+
+def test_pickled_objects_are_not_executed(tmp_path):
+    torch.save({FIRST: Attack(), "diam_labels": torch.ones(1)}, tmp_path / "CP_attack", pickle_module=pickle)
+    with pytest.raises(UnsupportedPackage, match="objects other than tensors"):
+        import_model(tmp_path / "CP_attack", tmp_path / "models", {})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output__0__weight": None},
+        {FIRST.replace(".", "__"): torch.zeros(1).expand(2**12, 2**12, 3, 3)},
+        {FIRST.replace(".", "__"): torch.zeros(6, 2, 4, 4)},
+        {"upsample__up__res_up_3__proj__1__weight": torch.zeros(48, 48)},
+        {"downsample__down__res_down_3__conv__conv_0__2__weight": torch.zeros(0, 24, 3, 3)},
+    ],
+)
+def test_inconsistent_tensors_are_refused(tmp_path, changes):
+    with pytest.raises(Exception, match=r"CellposeNet|take up more") as caught:
+        import_model(save(tmp_path, **changes), tmp_path / "models", {})
+    assert type(caught.value).__name__ in {"BrokenModel", "UnsupportedPackage"}
+    assert not (tmp_path / "models" / "cp_edited").exists()
