@@ -68,10 +68,15 @@ def predict_confidence(objects: Objects, expected_diameter: float, calibration: 
     """Return the confidence in a result, 0 to 1, computed by logistic regression; None if there are no objects."""
     if not len(objects):
         return None
+    log_odds = compute_log_odds(objects, expected_diameter, calibration)
+    return 1 / (1 + math.exp(-min(max(log_odds, -50.0), 50.0)))
+
+
+def compute_log_odds(objects: Objects, expected_diameter: float, calibration: Calibration) -> float:
+    """Return the log-odds of the confidence in a result with one or more objects."""
     weights = (calibration.certainty, calibration.peak, calibration.size, calibration.giants)
     features = Features.measure(objects, expected_diameter)
-    score = calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
-    return 1 / (1 + math.exp(-min(max(score, -50.0), 50.0)))
+    return calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
 
 
 def count_clear_objects(objects: Objects, expected_diameter: float, calibration: Calibration) -> int:
