@@ -70,6 +70,14 @@ def _add_stack_options(parser: argparse.ArgumentParser) -> None:
         help="Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata)",
     )
     parser.add_argument(
+        "--ignore-label", type=int, metavar="N", help="Label of voxels that are not annotated (default: none)"
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="Only some objects are annotated: voxels without a label are unknown, except in a rim around the objects",
+    )
+    parser.add_argument(
         "--diameter",
         help="Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' measures it on the"
         " annotated objects, and 'none' trains at the original resolution (default: 'auto')",

@@ -17,8 +17,7 @@ from service.core.types import Options, Volume
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.training.examples import compute_mean_diameter, compute_median_extents
-
-Labels = NDArray[Any]
+from service.training.stacks.overlaps import Labels, count_shared_voxels
 
 HEADER = (
     "| stack | method | diameter | true | found | F1 at IoU 0.5 | F1 at IoU 0.75 | mean IoU | splits | merges |\n"
@@ -84,17 +83,6 @@ def segment_classically(image: NDArray[Any], diameter: float) -> Labels:
     markers = np.zeros(image.shape, np.int32)
     markers[tuple(peaks.T)] = np.arange(1, len(peaks) + 1)
     return np.asarray(watershed(-distance, markers, mask=foreground))  # type: ignore[no-untyped-call]
-
-
-def count_shared_voxels(truth: Labels, labels: Labels) -> NDArray[np.int64]:
-    """Count the voxels shared by each true object (row) and each found object (column). Index 0 is the background."""
-    object_indices = []
-    for volume in (truth, labels):
-        values, inverse = np.unique(volume, return_inverse=True)
-        object_indices.append(inverse.ravel() + int(values[0] != 0))
-    row_count, column_count = (int(np.max(indices)) + 1 for indices in object_indices)
-    counts = np.bincount(object_indices[0] * column_count + object_indices[1], minlength=row_count * column_count)
-    return counts.reshape(row_count, column_count)
 
 
 def _compute_f1(match_count: int, object_count: int) -> float:

@@ -264,11 +264,10 @@ def prefetch_batches(
     return _prefetch(make_batch, first_step)
 
 
-def cut_tiles(pair: Pair, normalize: Normalizer, edge: int) -> tuple[Tensor, Tensor]:
-    """Return images [B, 1, e, e, e] and targets [B, 2, e, e, e] of up to eight cubes, one at each corner of a stack."""
-    image, labels = pair
-    channels = np.concatenate([normalize(image)[None], compute_instance_targets(labels)])
-    channels = np.pad(channels, [(0, 0), *((0, max(0, edge - length)) for length in image.shape)])
+def cut_tiles(example: Example, edge: int) -> tuple[Tensor, Tensor]:
+    """Return images [B, 1, e, e, e] and targets [B, T, e, e, e] of up to eight cubes, one at each corner of a stack."""
+    channels = np.concatenate([example.image[None], example.targets])
+    channels = np.pad(channels, [(0, 0), *((0, max(0, edge - length)) for length in example.image.shape)])
     corners = [sorted({0, length - edge}) for length in channels.shape[1:]]
     cubes = [
         channels[:, z : z + edge, y : y + edge, x : x + edge]

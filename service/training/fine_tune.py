@@ -17,16 +17,18 @@ from typing import Any, NamedTuple
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
-from service.core.types import Selection
+from service.core.types import Objects, Selection
 from service.formats import stack_reader
 from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Lineage, ModelSpec
 from service.training.examples import MAX_DECODED_BYTES
+from service.training.loop.calibration import calibrate
+from service.training.loop.plan import ObjectCounts
 from service.training.loop.setup import TrainerFactory, choose_dtype, make_draft_spec, prepare_training
 from service.training.loop.trainer import CHECKPOINT_FILE, Trainer
-from service.training.loop.validation import ObjectCounts, score_parts
+from service.training.loop.validation import score_parts
 from service.training.model_folder import SampleSource, draft_model, write_model
-from service.training.stacks.annotated_stack import AnnotatedStack
+from service.training.stacks.annotated_stack import AnnotatedStack, check_background
 from service.training.stacks.parts import HeldOutParts, hold_out_parts, resample_stack
 
 log = logging.getLogger("service.train")
@@ -103,6 +105,7 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     BadParameter, BadFile, BrokenModel and ConfigError.
     """
     start_time = time.monotonic()
+    check_background(stacks)
     content = draft_model(stacks, task.base, task.output_folder.name, is_private=task.is_private)
     draft = make_draft_spec(content)
     parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], task.settings.training.validation)
@@ -111,14 +114,17 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     trainer, before = _make_scored_trainer(make_trainer, parts, draft, task, start_time)
     network = trainer.run()
     task.report({"stage": "evaluating"})
-    after = score_parts(lambda images: network(images).float(), parts.test, draft)
+    content |= {"decoding": trainer.best_decoding.model_dump(mode="json")}
+    draft = make_draft_spec(content)
+    after, held_out_objects = score_parts(lambda images: network(images).float(), parts.test, draft)
     (task.output_folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     summary = trainer.state.summarize()
     if not (is_better(after, before) or task.keeps_worse):
         shutil.rmtree(task.output_folder)
         return FineTuningResult(None, before, after, _describe_failure(before, after, parts, draft, trainer), summary)
     if task.base is not None:
-        content |= {"lineage": _make_lineage(before, after, parts, len(stacks), task.base).model_dump()}
+        content |= _describe_origin(before, after, parts, len(stacks), task.base)
+        content |= _calibrate(task.base, held_out_objects, after)
     sample = _read_base_sample(task.base, draft) if task.is_private else _choose_sample(stacks[0])
     spec = write_model(network, content, task.output_folder, sample, task.settings)
     return FineTuningResult(spec, before, after, _describe_success(before, after, parts), summary)
@@ -140,7 +146,7 @@ def _make_scored_trainer(
     report({"stage": "scoring"})
     scoring_start = time.monotonic()
     probe_trainer = make_trainer(settings, task.output_folder, dtype)
-    before = score_parts(probe_trainer.compute_averaged_scores, parts.test, draft)
+    before, _ = score_parts(probe_trainer.compute_averaged_scores, parts.test, draft)
     scoring_seconds = time.monotonic() - scoring_start
     report({"before": round(before.f1, 4)})
     log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())
@@ -200,16 +206,25 @@ class _ProgressReporter:
         self._reported_step = state.step
 
 
-def _make_lineage(
+def _calibrate(base: ModelSpec, held_out_objects: Sequence[Objects], after: ObjectCounts) -> dict[str, Any]:
+    """Return the part of the model file with the calibration of the confidence, if the base model has one."""
+    if base.confidence is None or base.input.diameter is None:
+        return {}
+    calibration = calibrate(base.confidence, held_out_objects, base.input.diameter, after.f1)
+    return {} if calibration is None else {"confidence": calibration.model_dump()}
+
+
+def _describe_origin(
     before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, stack_count: int, base: ModelSpec
-) -> Lineage:
+) -> dict[str, Any]:
+    """Return the part of the model file about the base model and the scores."""
     remark = (
         f"F1 at IoU 0.5 on {after.true} objects in the held-out fifth of each annotated stack."
         if parts.has_separate_test
         else f"F1 at IoU 0.5 on {after.true} objects that were also used to select the weights, because there are too"
         " few annotated objects for a separate test set."
     )
-    return Lineage(
+    lineage = Lineage(
         parent=base.identifier,
         annotations=stack_count,
         before=round(before.f1, 4),
@@ -217,6 +232,7 @@ def _make_lineage(
         better=is_better(after, before),
         remark=remark,
     )
+    return {"lineage": lineage.model_dump()}
 
 
 def _describe_success(before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts) -> str:

@@ -14,6 +14,9 @@ from torch.nn import functional
 
 Floats = NDArray[np.float32]
 
+# Score of unknown voxels in the Dice loss, which means background for certain.
+UNKNOWN_SCORE = -30.0
+
 # This loss is computed over all crops of a batch together, because it is not meaningful for a crop without objects.
 DICE_LOSS = DiceLoss(sigmoid=True, batch=True, smooth_nr=1.0, smooth_dr=1.0)
 
@@ -71,16 +74,23 @@ def _compute_median_flatness(coordinates: Floats, object_index: NDArray[np.intp]
 
 
 def instance_loss(scores: Tensor, targets: Tensor) -> Tensor:
-    """Return the scalar loss of scores and targets (foreground 0 or 1, distance 0 to 1), both [B, 2, z, y, x].
+    """Return the scalar loss of scores [B, 2, z, y, x] and targets [B, T, z, y, x].
+
+    The targets are foreground (0 or 1), distance (0 to 1) and, optionally, weights (0 or 1). Voxels with weight 0 are
+    unknown and do not affect the loss.
 
     The loss is a weighted sum of the cross entropy and the Dice loss of the foreground, and of the absolute error of
     the distance. The absolute error results in sharper valleys between touching objects than the squared error. Errors
     outside objects have a fifth of the weight of errors inside objects.
     """
     foreground, distance = targets[:, 0], targets[:, 1]
-    dice: Tensor = DICE_LOSS(scores[:, :1], targets[:, :1])
-    entropy = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground)
+    weights = targets[:, 2] if targets.shape[1] > 2 else torch.ones_like(foreground)
+    foreground_scores = torch.where(weights > 0, scores[:, 0], UNKNOWN_SCORE)
+    foreground, background = foreground * weights, (1 - foreground) * weights
+    dice: Tensor = DICE_LOSS(foreground_scores[:, None], foreground[:, None])
+    entropies = functional.binary_cross_entropy_with_logits(scores[:, 0], foreground, reduction="none")
+    entropy = (entropies * weights).sum() / weights.sum().clamp_min(1)
     error = (torch.sigmoid(scores[:, 1]) - distance).abs()
     inside_error = (error * foreground).sum() / (foreground.sum() + 1)
-    outside_error = (error * (1 - foreground)).sum() / ((1 - foreground).sum() + 1)
+    outside_error = (error * background).sum() / (background.sum() + 1)
     return entropy + 0.5 * dice + 2 * inside_error + 0.4 * outside_error

@@ -27,7 +27,7 @@ from service.core.hardware.devices import translate_error
 from service.formats.sandbox.confinement import TRAINING_LAYERS, confine
 from service.models.repository import read_spec
 from service.training.fine_tune import MAX_STEPS, FineTuningTask, ProgressCallback, fine_tune
-from service.training.stacks.annotated_stack import StackFiles, read_stack
+from service.training.stacks.annotated_stack import LabelOptions, StackFiles, read_stack
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
         raise OutOfStorage(DISK_FULL_MESSAGE)
     settings = override_settings(settings, "training", {"minutes": request["minutes"], "steps": MAX_STEPS})
     base = read_spec(Path(request["base"]))
-    has_diameter = base.input.diameter is not None
-    stacks = [read_stack(_parse_stack(stack), has_diameter=has_diameter) for stack in request["stacks"]]
+    options = LabelOptions(has_diameter=base.input.diameter is not None, is_partial=bool(request["is_partial"]))
+    stacks = [read_stack(_parse_stack(stack), options) for stack in request["stacks"]]
     task = FineTuningTask(base, Path(request["out"]), settings, report, keeps_worse=bool(request["keep_worse"]))
     result = fine_tune(stacks, task)
     outcome = {"after": round(result.after.f1, 4), "better": result.is_better, "message": result.message}

@@ -17,7 +17,7 @@ from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training import fine_tune as fine_tune_module
 from service.training.fine_tune import FineTuningTask, fine_tune
-from service.training.loop.validation import ObjectCounts
+from service.training.loop.plan import ObjectCounts
 from service.training.stacks.annotated_stack import AnnotatedStack, StackFiles, read_stack
 
 VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.25)
@@ -90,7 +90,7 @@ def test_model_that_is_not_better_is_not_kept(
     base: ModelSpec, stack: AnnotatedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: tuple[int, int]
 ) -> None:
     matched = iter(scores[::-1])
-    monkeypatch.setattr(fine_tune_module, "score_parts", lambda *_: ObjectCounts(10, 10, next(matched), 0))
+    monkeypatch.setattr(fine_tune_module, "score_parts", lambda *_: (ObjectCounts(10, 10, next(matched), 0), []))
     settings = make_settings(base, minutes=None, steps=2)
     result = fine_tune([stack], FineTuningTask(base, tmp_path / "mine", settings, lambda _message: None))
     assert result.spec is None

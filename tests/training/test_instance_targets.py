@@ -79,3 +79,18 @@ def test_dice_loss_is_computed_over_the_complete_batch(targets: torch.Tensor) ->
     foreground, predicted = batch_targets[:, :1].sum(), 0.5 * batch_targets[:, :1].numel()
     dice = 1 - (2 * 0.5 * foreground + 1) / (predicted + foreground + 1)
     assert DICE_LOSS(torch.cat([scores, scores])[:, :1], batch_targets[:, :1]) == pytest.approx(dice)
+
+
+def test_unknown_voxels_do_not_affect_the_loss(targets: torch.Tensor) -> None:
+    scores = torch.randn(targets.shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weights = torch.ones(1, 1, 8, 8, 8)
+    weighted_loss = instance_loss(scores, torch.cat([targets, weights], 1))
+    assert weighted_loss.item() == pytest.approx(instance_loss(scores, targets).item())
+    weights[..., 4:] = 0
+    wrong_targets = targets.clone()
+    wrong_targets[..., 4:] = 1 - targets[..., 4:]
+    losses = [instance_loss(scores, torch.cat([values, weights], 1)) for values in (targets, wrong_targets)]
+    assert losses[0] == losses[1]
+    losses[0].backward()
+    assert not scores.grad[..., 4:].any()
+    assert scores.grad[..., :4].any()

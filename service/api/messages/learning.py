@@ -158,6 +158,8 @@ class TrainingRequest(BaseModel):
     - `annotations`: ids of the annotated stacks to train on.
     - `minutes`: duration of the training run, in minutes.
     - `name`: name of the new model.
+    - `partial`: whether only some objects of the stacks are annotated. Voxels without a label are then unknown, except
+      in a rim around the objects.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -166,6 +168,7 @@ class TrainingRequest(BaseModel):
     annotations: Annotated[list[Annotated[str, Field(pattern=ID_PATTERN)]], Field(min_length=1, max_length=100)]
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
+    partial: bool = False
 
 
 class TrainingReport(BaseModel):

@@ -15,7 +15,13 @@ from service.core.types import Selection
 from service.models.spec import ModelSpec
 from service.serving.parameters import parse_voxel_size
 from service.training.fine_tune import MAX_STEPS, FineTuningTask, check_output_folder, fine_tune
-from service.training.stacks.annotated_stack import AnnotatedStack, StackFiles, name_stack, read_stack
+from service.training.stacks.annotated_stack import (
+    AnnotatedStack,
+    LabelOptions,
+    StackFiles,
+    name_stack,
+    read_stack,
+)
 from service.training.throughput import HEADER, measure_steps
 
 # Exit status if the new model is not better than the base model.
@@ -74,12 +80,11 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
     )
     diameter = parse_diameter(options.diameter or "auto")
     has_diameter = diameter != "none" and (base is None or base.input.diameter is not None)
+    label_options = LabelOptions(
+        None if isinstance(diameter, str) else diameter, has_diameter, options.ignore_label, options.partial
+    )
     return [
-        read_stack(
-            StackFiles(name_stack(image), image, label_file, selection=selection),
-            None if isinstance(diameter, str) else diameter,
-            has_diameter=has_diameter,
-        )
+        read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)
         for image, label_file in zip(images, labels, strict=True)
     ]
 

@@ -83,10 +83,11 @@ def predict_confidence(objects: Objects, expected_diameter: float, calibration: 
     """
     if not len(objects):
         return None
-    return float(_logistic(np.array(_compute_log_odds(objects, expected_diameter, calibration))))
+    return float(_logistic(np.array(compute_log_odds(objects, expected_diameter, calibration))))
 
 
-def _compute_log_odds(objects: Objects, expected_diameter: float, calibration: Calibration) -> float:
+def compute_log_odds(objects: Objects, expected_diameter: float, calibration: Calibration) -> float:
+    """Return the log-odds that a result with one or more objects is good."""
     weights = (calibration.certainty, calibration.peak, calibration.size, calibration.giants)
     features = Features.measure(objects, expected_diameter)
     return calibration.intercept + sum(weight * value for weight, value in zip(weights, features, strict=True))
@@ -109,7 +110,7 @@ def measure_object_features(
         return np.zeros((0, 5))
     probabilities = np.minimum(objects.confidence.astype(np.float64), MAX_FOREGROUND_PROBABILITY)
     diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
-    result_log_odds = _compute_log_odds(objects, expected_diameter, calibration)
+    result_log_odds = compute_log_odds(objects, expected_diameter, calibration)
     return np.column_stack(
         [
             np.log(probabilities / (1 - probabilities)),

@@ -37,6 +37,7 @@ class TrainingRecord:
     loss        pairs of step and training loss, thinned out if there are many steps
     validation  pairs of step and validation loss; the first pair is from before the first step
     f1          pairs of step and F1 score of the objects in the validation parts
+    partial     whether only some objects of the stacks are annotated
     before      score of the base model on held-out data: F1 at an intersection over union of 0.5
     after       score of the new model on the same data
     better      whether the new model is better than the base model
@@ -64,6 +65,7 @@ class TrainingRecord:
     stride: int = 1
     stage: TrainingStage = "reading"
     f1: list[tuple[int, float]] = field(default_factory=list)
+    partial: bool = False
 
     @property
     def has_ended(self) -> bool:

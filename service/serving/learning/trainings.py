@@ -62,12 +62,14 @@ class NewTraining(NamedTuple):
     annotations  IDs of annotated stacks
     minutes      maximum duration of the training run
     name         name of the new model
+    partial      whether only some objects of the stacks are annotated
     """
 
     model: str | None
     annotations: Sequence[str]
     minutes: float
     name: str
+    partial: bool = False
 
 
 class TrainingManager:
@@ -146,6 +148,7 @@ class TrainingManager:
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
         )
+        record.partial = request.partial
         with self.queue.condition:
             # The model may have been deleted in the meantime.
             self._models.get_servable_spec(spec.name)
@@ -299,6 +302,7 @@ class TrainingManager:
             "memory_bytes": limits.memory_bytes,
             "niceness": limits.niceness,
             "keep_worse": limits.keep_worse,
+            "is_partial": record.partial,
             "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }
 

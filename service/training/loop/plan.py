@@ -29,6 +29,56 @@ FINE_TUNING_LEARNING_RATE = 3e-4
 WARM_UP_FRACTION = 0.05
 
 
+# Minimum IoU of matching objects, and of objects that match well.
+MATCHING_IOU = 0.5
+STRICT_IOU = 0.7
+
+
+class ObjectCounts(NamedTuple):
+    """Numbers of annotated, segmented and matching objects. Counts of several stacks can be added."""
+
+    true: int = 0
+    found: int = 0
+    matched: int = 0
+    strictly_matched: int = 0
+
+    @property
+    def f1(self) -> float:
+        """F1 score at an IoU above `MATCHING_IOU`."""
+        return _divide(2 * self.matched, self.true + self.found)
+
+    @property
+    def f1_strict(self) -> float:
+        """F1 score at an IoU above `STRICT_IOU`."""
+        return _divide(2 * self.strictly_matched, self.true + self.found)
+
+    @property
+    def precision(self) -> float:
+        """Fraction of the segmented objects that match an annotated object."""
+        return _divide(self.matched, self.found)
+
+    @property
+    def recall(self) -> float:
+        """Fraction of the annotated objects that match a segmented object."""
+        return _divide(self.matched, self.true)
+
+    def merge(self, other: ObjectCounts) -> ObjectCounts:
+        """Return the sums of two counts."""
+        return ObjectCounts(*(first + second for first, second in zip(self, other, strict=True)))
+
+    def describe(self) -> str:
+        """Return the scores for users."""
+        return (
+            f"F1 {self.f1:.2f} at IoU 0.5 and {self.f1_strict:.2f} at IoU 0.7, precision {self.precision:.2f}, recall"
+            f" {self.recall:.2f}"
+        )
+
+
+def _divide(numerator: int, denominator: int) -> float:
+    """Return a fraction, or 0 if it is undefined."""
+    return numerator / denominator if denominator else 0.0
+
+
 class TrainingPlan(Training):
     """Training options: the settings and two additional options.
 

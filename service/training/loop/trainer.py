@@ -20,6 +20,8 @@ from tqdm import tqdm
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
+from service.inference.decoding.postprocessing import require_instances
+from service.models.spec_parts import Instances
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
 from service.training.instance_targets import instance_loss
 from service.training.loop.plan import CURVE_COLUMNS, TrainerState, TrainingPlan, ValidationScores, format_number
@@ -75,6 +77,8 @@ class Trainer:
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self._examples, self._validator = data
+        # Decoding with which the best weights have the best scores.
+        self.best_decoding = require_instances(data.validator.spec)
         # Time when training would have started without interruptions, and the end and duration of the last validation.
         self._start_time = time.monotonic()
         self._last_validation = (-math.inf, 0.0)
@@ -107,8 +111,11 @@ class Trainer:
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
             recompute_statistics(self._averaged_network, images)
-            if self.best_scores.is_better_than(self._score_averaged_network()):
+            scores, decoding = self._validator.validate(self.compute_averaged_scores)
+            if self.best_scores.is_better_than(scores):
                 self._averaged_network.load_state_dict(self._best_weights)
+            else:
+                self.best_decoding = decoding
         finally:
             batches.close()
             pool.close()
@@ -216,16 +223,13 @@ class Trainer:
         """Return the raw scores [B, 2, z, y, x] of the averaged network for images [B, 1, z, y, x]."""
         return self._compute_scores(self._averaged_network, images)
 
-    def _score_averaged_network(self) -> ValidationScores:
-        return self._validator.validate(self.compute_averaged_scores)
-
     def _validate(self) -> None:
         """Validate the averaged network, copy its weights if they are the best so far, and write the loss curve."""
         state, start_time = self.state, time.monotonic()
-        scores = self._score_averaged_network()
+        scores, decoding = self._validator.validate(self.compute_averaged_scores)
         state.seconds = time.monotonic() - self._start_time
         if state.add_row(self.plan.get_learning_rate(self.progress), self._latest_loss, scores):
-            self._best_weights = copy.deepcopy(self._averaged_network.state_dict())
+            self._best_weights, self.best_decoding = copy.deepcopy(self._averaged_network.state_dict()), decoding
         self._last_validation = (time.monotonic(), time.monotonic() - start_time)
         loss_text = f"  loss {format_number(self._latest_loss)}" if state.step else ""
         log.info(
@@ -255,6 +259,7 @@ class Trainer:
             "best": self._best_weights,
             "optimiser": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
+            "decoding": self.best_decoding.model_dump(),
         }
         with write_atomically(self.folder / CHECKPOINT_FILE) as partial_path:
             torch.save(content, partial_path)
@@ -277,6 +282,8 @@ class Trainer:
             self._averaged_network.load_state_dict(content["average"])
             self._optimizer.load_state_dict(content["optimiser"])
             self._best_weights, self.state = content["best"], TrainerState(**content["state"])
+            if "decoding" in content:
+                self.best_decoding = Instances.model_validate(content["decoding"])
             # Older checkpoints, and checkpoints from training in full precision, contain no scaler state.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])

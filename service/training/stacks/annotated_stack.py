@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.ndimage import distance_transform_edt
 
 from service.core.errors import BadParameter
 from service.core.quantities import Diameter, VoxelSize
@@ -20,8 +21,30 @@ Extents = tuple[float, float, float]
 Region = tuple[slice, slice, slice]
 
 WHOLE_STACK: Region = (slice(None), slice(None), slice(None))
+# Width of the background around the objects of a partially annotated stack, as a fraction of the object diameter.
+PARTIAL_RIM = 0.25
+# Fraction of object voxels above which a stack contains too little background to learn from.
+MAX_OBJECT_FRACTION = 0.97
 # Minimum number of annotated objects whose extents are preferred to the diameter that was used to segment the stack.
 MIN_OBJECTS_FOR_EXTENTS = 5
+
+
+class LabelOptions(NamedTuple):
+    """The meaning of the labels.
+
+    diameter      diameter of the objects; None to measure it on the annotated objects
+    has_diameter  whether the stack is resampled to the object diameter of the model
+    ignored       label of voxels that are not annotated; None if there is no such label
+    is_partial    whether only some objects are annotated, so that most voxels without a label are unknown
+    """
+
+    diameter: Diameter | None = None
+    has_diameter: bool = True
+    ignored: int | None = None
+    is_partial: bool = False
+
+
+DEFAULT_LABEL_OPTIONS = LabelOptions()
 
 
 class StackFiles(NamedTuple):
@@ -48,6 +71,7 @@ class AnnotatedStack:
     labels   labels [Z, Y, X] of the region
     region   annotated region of the volume
     extents  object diameter along (z, y, x) in voxels; None to use the stack at its original resolution
+    unknown  mask [Z, Y, X] of voxels of the region that are not annotated; None if all voxels are annotated
     """
 
     name: str
@@ -55,6 +79,7 @@ class AnnotatedStack:
     labels: NDArray[Any]
     region: Region = WHOLE_STACK
     extents: Extents | None = None
+    unknown: NDArray[np.bool_] | None = None
 
 
 def name_stack(image: Path) -> str:
@@ -63,11 +88,8 @@ def name_stack(image: Path) -> str:
     return image.parent.name if is_generic else image.name
 
 
-def read_stack(stack: StackFiles, diameter: Diameter | None = None, *, has_diameter: bool = True) -> AnnotatedStack:
+def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS) -> AnnotatedStack:
     """Read a stack and the labels of its annotated region.
-
-    diameter      diameter of the objects; None to measure it on the annotated objects
-    has_diameter  whether the model has an object diameter; if not, `extents` is None
 
     Raises BadFile, and BadParameter if the stack has several channels, if the labels have a different shape or are no
     integers, or if a diameter in micrometers is used for a stack without a voxel size.
@@ -89,10 +111,22 @@ def read_stack(stack: StackFiles, diameter: Diameter | None = None, *, has_diame
         )
     region = stack.region or WHOLE_STACK
     labels = convert_labels(labels_volume.read_all()[0][region], stack.name)
-    annotated_stack = AnnotatedStack(stack.name, volume, labels, region)
-    if not has_diameter:
-        return annotated_stack
-    return AnnotatedStack(stack.name, volume, labels, region, _find_extents(stack, labels, volume.voxel_size, diameter))
+    unknown = None
+    if options.ignored is not None:
+        unknown = labels == options.ignored
+        labels = np.where(unknown, labels.dtype.type(0), labels)
+    measured = _find_extents(stack, labels, volume.voxel_size, options.diameter)
+    if options.is_partial:
+        is_far = _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
+        unknown = is_far if unknown is None else unknown | is_far
+    return AnnotatedStack(stack.name, volume, labels, region, measured if options.has_diameter else None, unknown)
+
+
+def _find_distant_voxels(labels: NDArray[Any], extents: Extents) -> NDArray[np.bool_]:
+    """Return a mask of the voxels outside all objects and their rims."""
+    sampling = [1 / extent for extent in extents]
+    distances: NDArray[np.float64] = distance_transform_edt(labels == 0, sampling=sampling)
+    return distances > PARTIAL_RIM
 
 
 def convert_labels(labels: NDArray[Any], name: str) -> NDArray[Any]:
@@ -126,6 +160,22 @@ def _find_extents(
         return recorded
     z, y, x = measured.tolist()
     return z, y, x
+
+
+def check_background(stacks: Sequence[AnnotatedStack]) -> None:
+    """Raise BadParameter if almost all annotated voxels belong to objects, because a model could not separate them."""
+    known_count = sum(
+        stack.labels.size - (0 if stack.unknown is None else int(np.count_nonzero(stack.unknown))) for stack in stacks
+    )
+    object_count = sum(int(np.count_nonzero(stack.labels)) for stack in stacks)
+    if object_count > MAX_OBJECT_FRACTION * known_count:
+        raise BadParameter(
+            f"{100 * object_count / known_count:.0f}% of the annotated voxels belong to objects. Training learns to"
+            " distinguish objects from background, so a model would find a single object. For objects that fill the"
+            " stack, such as cells in a tissue or bodies in electron microscopy, use a model that predicts boundaries:"
+            " try model=tissue, or import one (docs/models.md). Training such models is not supported yet. If the"
+            " stacks have a background, set its label to 0."
+        )
 
 
 def choose_default_diameter(stacks: Sequence[AnnotatedStack]) -> Diameter | None:

@@ -12,8 +12,7 @@ from scipy.ndimage import gaussian_filter, zoom
 from torch.utils.data import Dataset
 
 from service.training.examples import Example, Floats, place_crop
-from service.training.instance_targets import compute_instance_targets
-from service.training.stacks.parts import StackPart
+from service.training.stacks.parts import StackPart, compute_part_targets
 
 # Range of the random scale, and of the additional scale along z, as logarithms. Stacks differ in flatness more than in
 # size, because the distance between planes is coarse.
@@ -24,8 +23,8 @@ BLUR_PROBABILITY = 0.2
 MAX_BLUR_SIGMA = 2.5
 # Edge length of a block as a multiple of the edge length of the crops that are drawn from it.
 BLOCK_EDGES = 2
-# Order of the interpolation of each target: the foreground is binary, and the distance is continuous.
-TARGET_ORDERS: tuple[Literal[0, 1], ...] = (0, 1)
+# Order of the interpolation of foreground, distance and weights. Only the distance is continuous.
+TARGET_ORDERS: tuple[Literal[0, 1], ...] = (0, 1, 0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class BlockDataset(Dataset[Example]):
         )
         image = _zoom(source.image[spans], factors, 1)
         targets = np.stack(
-            [_zoom(target[spans], factors, order) for target, order in zip(source.targets, TARGET_ORDERS, strict=True)]
+            [_zoom(target[spans], factors, order) for target, order in zip(source.targets, TARGET_ORDERS, strict=False)]
         )
         if rng.random() < BLUR_PROBABILITY:
             image = gaussian_filter(image, (rng.uniform(0, MAX_BLUR_SIGMA), 0, 0), truncate=2)
@@ -72,7 +71,7 @@ class BlockDataset(Dataset[Example]):
 
 
 def _make_source(part: StackPart) -> _Source:
-    targets = compute_instance_targets(part.labels)
+    targets = compute_part_targets(part)
     return _Source(part.image, targets, np.flatnonzero(targets[0]))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from service.inference.preprocessing.normalize import normalize_volume
 from service.inference.preprocessing.resample import compute_working_size, find_nearest_voxels, resample_image
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
+from service.training.instance_targets import compute_instance_targets
 from service.training.stacks.annotated_stack import AnnotatedStack
 
 Floats = NDArray[np.float32]
@@ -35,12 +36,16 @@ class StackPart:
     image   normalized image [z, y, x] on the grid of the network
     labels  labels [z, y, x] on the same grid
     truth   labels [Z, Y, X] of the same part at the original resolution
+    unknown, unknown_truth  masks of the voxels that are not annotated, on the grids of `labels` and `truth`; None if
+                            all voxels are annotated
     """
 
     name: str
     image: Floats
     labels: NDArray[Any]
     truth: NDArray[Any]
+    unknown: NDArray[np.bool_] | None = None
+    unknown_truth: NDArray[np.bool_] | None = None
 
     @property
     def object_count(self) -> int:
@@ -98,7 +103,9 @@ def resample_stack(stack: AnnotatedStack, spec: ModelSpec) -> StackPart:
         nearest[span] - part.indices(length)[0]
         for nearest, span, part, length in zip(nearest_voxels, spans, stack.region, volume_size, strict=True)
     ]
-    return StackPart(stack.name, image, stack.labels[np.ix_(*indices)], stack.labels)
+    grid = np.ix_(*indices)
+    unknown = None if stack.unknown is None else stack.unknown[grid]
+    return StackPart(stack.name, image, stack.labels[grid], stack.labels, unknown, stack.unknown)
 
 
 def split_part(part: StackPart, fraction: float) -> tuple[StackPart, StackPart]:
@@ -121,7 +128,22 @@ def cut_part(part: StackPart, axis: int, start: int, stop: int) -> StackPart:
         (slice(None),) * axis + (span,)
         for span in (slice(round(start * scale), round(stop * scale)), slice(start, stop))
     )
-    return replace(part, image=part.image[box], labels=part.labels[box], truth=part.truth[truth_box])
+    return StackPart(
+        part.name,
+        part.image[box],
+        part.labels[box],
+        part.truth[truth_box],
+        None if part.unknown is None else part.unknown[box],
+        None if part.unknown_truth is None else part.unknown_truth[truth_box],
+    )
+
+
+def compute_part_targets(part: StackPart) -> Floats:
+    """Return the targets of a part, float32 [T, z, y, x]: foreground, distance and, if some are unknown, weights."""
+    targets = compute_instance_targets(part.labels)
+    if part.unknown is None:
+        return targets
+    return np.concatenate([targets, ~part.unknown[None]]).astype(np.float32)
 
 
 def hold_out_parts(parts: Sequence[StackPart], validation_fraction: float) -> HeldOutParts:

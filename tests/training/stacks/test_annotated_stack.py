@@ -12,7 +12,9 @@ from service.core.types import Segmentation, Selection, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.training.stacks.annotated_stack import (
     AnnotatedStack,
+    LabelOptions,
     StackFiles,
+    check_background,
     choose_default_diameter,
     convert_labels,
     name_stack,
@@ -43,8 +45,8 @@ def test_annotated_objects_determine_the_diameter_if_there_are_enough(tmp_path: 
     annotated_stack = read_stack(stack)
     assert np.array_equal(annotated_stack.labels, labels[region])
     assert annotated_stack.extents == (4, 4, 4)
-    assert read_stack(stack, Diameter((1.0,), "um")).extents == (2, 4, 4)
-    assert read_stack(stack, has_diameter=False).extents is None
+    assert read_stack(stack, LabelOptions(Diameter((1.0,), "um"))).extents == (2, 4, 4)
+    assert read_stack(stack, LabelOptions(has_diameter=False)).extents is None
     few_objects = write_stack(tmp_path, labels, np.where(labels < 3, labels, np.uint16(0)), diameter="2um")
     assert read_stack(few_objects).extents == (4, 8, 8)
 
@@ -55,16 +57,47 @@ def test_axes_and_voxel_size_of_the_request_are_used(tmp_path: Path) -> None:
     tifffile.imwrite(tmp_path / "mask.tif", labels)
     selection = Selection(channel=1, axes="CZYX", voxel_size=VOXEL_SIZE)
     files = StackFiles("a", tmp_path / "image.tif", tmp_path / "mask.tif", selection=selection)
-    stack = read_stack(files, Diameter((2.0,), "um"))
+    options = LabelOptions(Diameter((2.0,), "um"))
+    stack = read_stack(files, options)
     assert np.array_equal(stack.volume.read_all()[0], labels + 9)
     assert stack.extents == (4, 8, 8)
     with pytest.raises(BadParameter, match="2 channels"):
         read_stack(files._replace(selection=Selection(axes="CZYX")))
     with pytest.raises(BadParameter, match="voxel_size=Z,Y,X"):
-        read_stack(files._replace(selection=Selection(channel=0, axes="CZYX")), Diameter((2.0,), "um"))
+        read_stack(files._replace(selection=Selection(channel=0, axes="CZYX")), options)
     tifffile.imwrite(tmp_path / "mask.tif", labels[1:])
     with pytest.raises(BadParameter, match="differ in shape"):
         read_stack(files)
+
+
+def test_unannotated_voxels_are_unknown(tmp_path: Path) -> None:
+    labels = np.zeros((9, 20, 20), np.uint16)
+    labels[3:6, 4:12, 4:12], labels[:, 15:] = 1, 9
+    files = write_stack(tmp_path, labels, labels)
+    stack = read_stack(files, LabelOptions(ignored=9, is_partial=True))
+    assert stack.unknown is not None
+    assert set(np.unique(stack.labels)) == {0, 1}
+    assert stack.extents == (3, 8, 8)
+    # The rim is as flat as the objects: less than one plane, and two pixels.
+    assert not stack.unknown[3:6, 4:12, 2:14].any()
+    assert stack.unknown[3:6, 4:12, [0, 1, 14]].all()
+    assert stack.unknown[[2, 6]].all()
+    assert stack.unknown[4, 4, [0, 1, 15]].all()
+    assert stack.unknown[:, 15:].all()
+    assert read_stack(files).unknown is None
+
+
+def test_stacks_without_background_are_refused_with_advice() -> None:
+    volume = Volume.from_array(np.zeros((1, 4, 8, 8), np.uint8))
+    labels = np.ones((4, 8, 8), np.uint8)
+    dense_stack = AnnotatedStack("a", volume, labels)
+    with pytest.raises(BadParameter, match=r"100% of the annotated voxels belong to objects.*boundaries"):
+        check_background([dense_stack])
+    sparse_stack = AnnotatedStack("b", volume, np.eye(8, dtype=np.uint8)[None].repeat(4, 0))
+    check_background([dense_stack, sparse_stack])
+    unknown = sparse_stack.labels == 0
+    with pytest.raises(BadParameter, match="boundaries"):
+        check_background([dense_stack, AnnotatedStack("c", volume, sparse_stack.labels, unknown=unknown)])
 
 
 def test_labels_must_be_whole_numbers() -> None:
