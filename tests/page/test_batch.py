@@ -78,6 +78,7 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     page.get_by_role("button", name="Close").click()
     settings = page.get_by_role("region", name="Settings for all stacks")
     settings.get_by_label("Channel to segment").select_option("0")
+    settings.get_by_label("How the object diameter is determined").select_option("none")
     for axis, length in (("x", "0.2"), ("y", "0.2"), ("z", "0.5")):
         settings.get_by_label(f"Voxel size along {axis}").fill(length)
         settings.get_by_label(f"Voxel size along {axis}").press("Tab")
@@ -103,7 +104,7 @@ def check_files(page: Page, nuclei: LiveServer, contents: dict[str, bytes]) -> N
         labels = tifffile.imread(io.BytesIO(archive.read("labels/day 2/b_labels.ome.tif")))
         table = list(csv.DictReader(io.StringIO(archive.read("objects.csv").decode())))
         report = archive.read("report.html").decode()
-    response = nuclei.segment(contents["day 2/b.tif"])
+    response = nuclei.segment(contents["day 2/b.tif"], diameter="none")
     assert np.array_equal(labels, tifffile.imread(io.BytesIO(response.content)))
     rows = [row for row in table if row["stack"] == "day 2/b.tif"]
     assert [int(row["label"]) for row in rows] == list(range(1, int(labels.max()) + 1))
