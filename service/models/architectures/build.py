@@ -35,7 +35,7 @@ def _make_monai_constructor(name: str) -> Callable[..., nn.Module]:
 
 MONAI_NETWORKS = (
     *("UNet", "BasicUNet", "DynUNet", "SegResNet", "AttentionUnet", "VNet", "SegResNetDS"),
-    *("MedNeXt", "SwinUNETR"),
+    *("MedNeXt", "SwinUNETR", "UNETR", "FlexibleUNet"),
 )
 ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,

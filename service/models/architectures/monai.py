@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -39,6 +39,7 @@ REQUIRED_PACKAGES = frozenset(
 )
 # Maximum number of blocks of a stage of SwinUNETR, and of levels of AttentionUnet. Published networks have up to 18.
 MAX_DEPTH = 64
+_FLEXIBLE_UNET_LOCK = threading.Lock()
 
 
 class _HidingFinder(MetaPathFinder):
@@ -71,14 +72,17 @@ def hide_packages_except(visible_names: frozenset[str]) -> Iterator[None]:
 
 
 with hide_packages_except(REQUIRED_PACKAGES):
+    from monai.networks.blocks import patchembedding, selfattention
     from monai.networks.nets import swin_unetr
     from monai.networks.nets.attentionunet import AttentionUnet
     from monai.networks.nets.basic_unet import BasicUNet, UpCat
     from monai.networks.nets.dynunet import DynUNet
+    from monai.networks.nets.flexible_unet import FlexibleUNet
     from monai.networks.nets.mednext import MedNeXt
     from monai.networks.nets.segresnet import SegResNet
     from monai.networks.nets.segresnet_ds import SegResNetDS
     from monai.networks.nets.unet import UNet
+    from monai.networks.nets.unetr import UNETR
     from monai.networks.nets.vnet import VNet
 
 
@@ -101,12 +105,24 @@ class _CompilableUpCat(UpCat):
         return features
 
 
-def _make_basic_unet(**arguments: Any) -> nn.Module:
-    network = BasicUNet(**arguments)
+def _make_compilable(network: nn.Module) -> nn.Module:
     for module in network.modules():
         if type(module) is UpCat:
             module.__class__ = _CompilableUpCat
     return network
+
+
+def _make_basic_unet(**arguments: Any) -> nn.Module:
+    return _make_compilable(BasicUNet(**arguments))
+
+
+def _make_flexible_unet(**arguments: Any) -> nn.Module:
+    """Build a FlexibleUNet without downloading weights for its backbone. Its default is a network for 2D images."""
+    if arguments.get("spatial_dims", 2) != 3:
+        raise ValueError("spatial_dims must be 3, which is not the default of FlexibleUNet")
+    # MONAI stores the arguments of the backbone in a global table before it builds the backbone.
+    with _FLEXIBLE_UNET_LOCK:
+        return _make_compilable(FlexibleUNet(**arguments | {"pretrained": False}))
 
 
 def _move_channels(x: Tensor, pattern: str) -> Tensor:
@@ -115,8 +131,52 @@ def _move_channels(x: Tensor, pattern: str) -> Tensor:
     return x.permute([before.index(axis) for axis in after])
 
 
-# SwinUNETR needs einops, an optional package, only for permutations.
+class _Rearrange(nn.Module):
+    """The rearrangements that UNETR uses, as modules with the interface of `einops.layers.torch.Rearrange`."""
+
+    def __init__(self, pattern: str, **lengths: int) -> None:
+        super().__init__()
+        functions: dict[str, Callable[[Tensor, Mapping[str, int]], Tensor]] = {
+            "b h (qkv l d) -> qkv b l h d": _split_heads,
+            "b l h d -> b h (l d)": _join_heads,
+            "b c (h p1) (w p2) (d p3) -> b (h w d) (p1 p2 p3 c)": _split_patches,
+        }
+        if pattern not in functions:
+            raise ValueError(f"the rearrangement {pattern!r} is not supported")
+        self._function, self._lengths = functions[pattern], lengths
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rearrange the elements of `x`."""
+        return self._function(x, self._lengths)
+
+
+def _split_heads(x: Tensor, lengths: Mapping[str, int]) -> Tensor:
+    """Split the features of tokens [b, h, qkv * l * d] into queries, keys and values of l heads [qkv, b, l, h, d]."""
+    batch, tokens, _ = x.shape
+    return x.reshape(batch, tokens, lengths["qkv"], lengths["l"], -1).permute(2, 0, 3, 1, 4)
+
+
+def _join_heads(x: Tensor, _lengths: Mapping[str, int]) -> Tensor:
+    """Join the features of l heads: [b, l, h, d] -> [b, h, l * d]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _split_patches(x: Tensor, lengths: Mapping[str, int]) -> Tensor:
+    """Convert an image [b, c, z, y, x] to patches of size (p1, p2, p3): [b, patches, p1 * p2 * p3 * c]."""
+    batch, channels, *size = x.shape
+    p1, p2, p3 = (lengths[name] for name in ("p1", "p2", "p3"))
+    x = x.reshape(batch, channels, size[0] // p1, p1, size[1] // p2, p2, size[2] // p3, p3)
+    return x.permute(0, 2, 4, 6, 3, 5, 7, 1).flatten(4).flatten(1, 3)
+
+
+# SwinUNETR and UNETR need einops, an optional package, only for permutations.
 swin_unetr.rearrange = _move_channels
+patchembedding.Rearrange = selfattention.Rearrange = _Rearrange
+
+
+def _make_unetr(**arguments: Any) -> nn.Module:
+    """Build a UNETR that does not store its attention, which would retain data of other requests."""
+    return UNETR(**arguments | {"save_attn": False})
 
 
 def _make_swin_unetr(**arguments: Any) -> nn.Module:
@@ -151,4 +211,6 @@ CONSTRUCTORS: dict[str, Callable[..., nn.Module]] = {
     "SegResNetDS": partial(_make_3d_network, SegResNetDS),
     "MedNeXt": partial(_make_3d_network, MedNeXt),
     "SwinUNETR": partial(_make_3d_network, _make_swin_unetr),
+    "UNETR": partial(_make_3d_network, _make_unetr),
+    "FlexibleUNet": partial(_make_3d_network, _make_flexible_unet),
 }

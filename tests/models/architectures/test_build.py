@@ -38,6 +38,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     | {"init_filters": 4, "kernel_size": 3, "deep_supervision": True, "blocks_bottleneck": 1}
     | {"blocks_down": [1, 1], "blocks_up": [1, 1]},
     "SwinUNETR": CHANNELS | {"feature_size": 12, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 3, 4], "window_size": 4},
+    "UNETR": CHANNELS | {"img_size": [16, 32, 32], "feature_size": 4, "hidden_size": 24, "mlp_dim": 32, "num_heads": 2},
+    "FlexibleUNet": CHANNELS | {"spatial_dims": 3, "backbone": "resnet10", "decoder_channels": [8, 8, 8, 8, 8]},
     "PlainConvUNet": CHANNELS | NNUNET,
     "ResidualEncoderUNet": CHANNELS | NNUNET | {"num_folds": 2},
     **dict.fromkeys(("UNet3D", "ResidualUNet3D", "ResidualUNetSE3D"), CHANNELS | {"f_maps": [4, 8], "num_groups": 2}),
@@ -49,7 +51,7 @@ def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: s
     architecture = Architecture(name=name, arguments=ARGUMENTS[name])
     network = build_network(architecture).eval()
     with torch.inference_mode():
-        depth = 64 if name == "SwinUNETR" else 16
+        depth = {"SwinUNETR": 64, "FlexibleUNet": 32}.get(name, 16)
         scores = network(torch.rand(2, 2, depth, 32, 32))
     assert scores.shape == (2, 3, depth, 32, 32)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
@@ -96,6 +98,11 @@ def test_error_for_an_unknown_architecture_lists_the_known_ones() -> None:
         ("SwinUNETR", {"use_hyena": True}),
         ("SwinUNETR", {"feature_size": 13}),
         ("SwinUNETR", {"depths": [10**9, 1, 1, 1]}),
+        ("UNETR", {"img_size": [8, 32, 32]}),
+        ("UNETR", {"num_heads": 7}),
+        ("UNETR", {"spatial_dims": 2}),
+        ("FlexibleUNet", {"spatial_dims": 2}),
+        ("FlexibleUNet", {"backbone": "os.system"}),
         ("ShuffleUNet", {"block": [2, 2]}),
         ("ShuffleUNet", {"widths": []}),
         ("ShuffleUNet", {"widths": [-4, 8]}),

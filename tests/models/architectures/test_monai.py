@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+from einops.layers.torch import Rearrange
 from models.architectures.test_build import ARGUMENTS
 from monai.networks import nets
+from monai.networks.blocks import patchembedding, selfattention
 from monai.networks.nets.basic_unet import BasicUNet
 
 from service.models.architectures import monai as monai_architectures
@@ -32,15 +36,44 @@ def test_basic_unet_matches_monais_and_compiles_to_one_graph(edges):
         assert torch.equal(graph(x), original(x))
 
 
-@pytest.mark.parametrize("name", ["AttentionUnet", "VNet", "SegResNetDS", "MedNeXt", "SwinUNETR"])
-def test_network_matches_monais(name: str) -> None:
-    arguments = ARGUMENTS[name]
-    original = getattr(nets, name)(**arguments).eval()
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("AttentionUnet", {}),
+        ("VNet", {}),
+        ("SegResNetDS", {}),
+        ("MedNeXt", {}),
+        ("SwinUNETR", {}),
+        ("UNETR", {"img_size": [32, 32, 64]}),
+        ("UNETR", {"img_size": [32, 32, 64], "proj_type": "perceptron", "qkv_bias": True}),
+        ("FlexibleUNet", {}),
+        ("FlexibleUNet", {"backbone": "efficientnet-b0", "is_pad": False}),
+    ],
+)
+def test_network_matches_monais(name: str, changes: dict[str, Any]) -> None:
+    arguments = ARGUMENTS[name] | changes
+    options = {"pretrained": False} if name == "FlexibleUNet" else {}
+    # The service replaces the rearrangements of einops, which this test compares with the originals.
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (patchembedding, selfattention):
+            patch.setattr(module, "Rearrange", Rearrange)
+        original = getattr(nets, name)(**arguments, **options).eval()
     network = build_network(Architecture(name=name, arguments=arguments)).eval()
     network.load_state_dict(original.state_dict())
     x = torch.rand(1, 2, 32, 32, 64)
     with torch.inference_mode():
         assert torch.allclose(network(x), original(x), atol=1e-5)
+
+
+def test_attention_is_not_stored() -> None:
+    network = build_network(Architecture(name="UNETR", arguments=ARGUMENTS["UNETR"] | {"save_attn": True}))
+    network.eval()(torch.rand(1, 2, 16, 32, 32))
+    assert all(module.att_mat.numel() == 0 for module in network.modules() if hasattr(module, "att_mat"))
+
+
+def test_weights_of_backbones_are_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("no connection is allowed"))
+    build_network(Architecture(name="FlexibleUNet", arguments=ARGUMENTS["FlexibleUNet"] | {"pretrained": True}))
 
 
 def test_packages_are_hidden_only_from_the_importing_thread(tmp_path, monkeypatch):
