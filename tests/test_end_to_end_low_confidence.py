@@ -56,8 +56,10 @@ def test_default_model_suggests_the_membrane_model_for_membranes(live: LiveServe
         with tifffile.TiffFile(io.BytesIO(archive.read("labels.ome.tif"))) as file:
             assert file.ome_metadata is not None
             assert warning["detail"] in file.ome_metadata
-    column = header.split(",").index("confidence")
-    assert all(0.5 < float(row.split(",")[column]) <= 1 for row in rows)
+    table = [dict(zip(header.split(","), row.split(","), strict=True)) for row in rows]
+    assert all(0.5 < float(row["mean_probability"]) <= 1 for row in table)
+    # The confidence of the result is the mean confidence of the objects.
+    assert np.mean([float(row["confidence"]) for row in table]) == pytest.approx(warning["confidence"], abs=0.001)
 
 
 def test_jobs_have_the_same_warning_and_strict_requests_fail_with_it(live: LiveServer, membranes: bytes) -> None:

@@ -107,7 +107,7 @@ def _segment_as_planned(call: _Call, request: PlannedRequest) -> Result:
         scoring = _score(call, image, spec, plan)
         # Free the memory of the images before decoding.
         del source, image
-        segmentation = _decode(call, scoring.consumer, plan, diameter)
+        segmentation = _decode(call, scoring.consumer, plan)
         confidence, quality_warning = _assess_confidence(call, segmentation, plan, diameter)
     notes = (*diameter_notes, *resampling_notes, *skipping_notes, *runner.list_batch_notes(options), *scoring.notes)
     return Result(
@@ -229,16 +229,14 @@ def _score(call: _Call, image: Image, spec: ModelSpec, plan: Plan) -> ScoringRes
     )
 
 
-def _decode(call: _Call, decoder: Decoder, plan: Plan, diameter: Diameter | None) -> Segmentation:
+def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
     """Return the segmentation on the grid of the volume. The decoder must have received all scores."""
     with call.stages.measure("decode"):
         min_voxels = compute_min_voxels(plan.postprocessing, call.volume)
         segmentation = resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
         if segmentation.objects is None:
             return segmentation
-        spec = call.runner.spec
-        applied_diameter = compute_applied_diameter(call.volume, spec, diameter)
-        return replace(segmentation, objects=calibrate_objects(segmentation.objects, spec, applied_diameter))
+        return replace(segmentation, objects=calibrate_objects(segmentation.objects, call.runner.spec))
 
 
 def _assess_confidence(

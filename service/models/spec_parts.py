@@ -92,7 +92,6 @@ class ObjectCalibration(FrozenModel):
     peak        coefficient of the distance at the peak of the object
     size        coefficient of the absolute logarithm of the ratio between the diameters of object and model
     result      coefficient of the log-odds of all objects of the result, `Calibration.intercept` and the terms after it
-    resolution  coefficient of the logarithm by which the objects are smaller than `MIN_RESOLVED_DIAMETER` voxels
     threshold   expected F1 below which a result causes a warning
     """
 
@@ -101,7 +100,6 @@ class ObjectCalibration(FrozenModel):
     peak: float
     size: float
     result: float
-    resolution: float = 0.0
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ def test_the_table_has_the_confidence_of_each_object() -> None:
     labels = np.array([[[1, 0, 3, 3]]], np.uint16)
     objects = Objects(np.array([1, 1, 2]), np.array([0.6, 0.7, 0.9], np.float32), np.ones(3, np.float32))
     table = measure_objects(Segmentation(labels, "labels", objects=objects), Volume.from_array(np.zeros((1, 1, 1, 4))))
-    assert table["confidence"].tolist() == pytest.approx([0.6, 0.9])
+    assert table["confidence"].tolist() == table["mean_probability"].tolist() == pytest.approx([0.6, 0.9])
+    calibrated = replace(objects, match_probability=np.array([0.1, 0.2, 0.3], np.float32))
+    table = measure_objects(
+        Segmentation(labels, "labels", objects=calibrated), Volume.from_array(np.zeros((1, 1, 1, 4)))
+    )
+    assert table["confidence"].tolist() == pytest.approx([0.1, 0.3])
+    assert table["mean_probability"].tolist() == pytest.approx([0.6, 0.9])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -530,13 +530,13 @@ def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_
 
 
 def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
-    """The estimate for these balls is six voxels. The confidence is higher at six voxels than at nine."""
+    """The estimate for these balls is six voxels. With this calibration, the confidence is high at six, low at nine."""
     input_changes = {
         "roi_size": (32, 32, 32),
         "diameter": 16.0,
         "normalisation": RangeNormalization(kind="range", low=0, high=1),
     }
-    object_calibration = ObjectCalibration(intercept=-2, certainty=0, peak=0, size=0, result=0, resolution=10)
+    object_calibration = ObjectCalibration(intercept=-6, certainty=0, peak=0, size=30, result=0)
     calibration = Calibration(intercept=5, certainty=0, peak=0, size=0, giants=0, objects=object_calibration)
     spec = random_nuclei.model_copy(
         update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
@@ -550,16 +550,15 @@ def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
 
     corrected, suggested = segment_with("9px"), segment_with("6px")
     assert (corrected.diameter_text, corrected.quality_warning) == ("6px; estimated", None)
-    assert corrected.notes[0].startswith("With the specified object diameter, 9px, the confidence is only 0.28")
+    assert corrected.notes[0].startswith("With the specified object diameter, 9px, the confidence is only 0.")
     assert corrected.notes[0].endswith("set diameter=9,9,9px.")
     assert corrected.confidence == suggested.confidence > 0.9
     assert set(corrected.segmentation.objects.match_probability) == {np.float32(corrected.confidence)}
     np.testing.assert_array_equal(corrected.segmentation.pixels, suggested.segmentation.pixels)
-    # A diameter that is exact, that must be the same for several stacks, or that may be intended is not corrected.
+    # A diameter that is exact, or must be the same for several stacks, is not corrected.
     for result, diameter in (
         (segment_with("9,9,9px"), "9,9,9px; stated"),
         (segment_with("9px", may_correct_diameter=False), "9px; stated"),
-        (segment_with("14px"), "14px; stated"),
     ):
         assert (result.diameter_text, result.quality_warning.suggestion) == (diameter, "diameter=6px")
     assert segment_with("6px", strict=True).confidence == segment_with("9px", strict=True).confidence

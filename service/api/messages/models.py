@@ -46,6 +46,8 @@ class ModelInfo(BaseModel):
     - `state`: `unloaded` until the first request for the model, `loading`, `ready`, or `failed` (see `problem`).
     - `picture`: URL path of an image that shows the model's result for its sample stack; null if there is no image.
     - `outputs`: names of the output channels of the network.
+    - `calibrated`: whether the confidence of an object is the probability that it matches a true object, and the
+      confidence of a result is the expected F1.
     - `lineage`: for a model that was trained on this service, its base model and the scores before and after training.
     - `removable`: whether the caller may delete the model. Only models that were trained on this service can be
       deleted, and only by admins or with the API key of the client that trained the model.
@@ -65,6 +67,7 @@ class ModelInfo(BaseModel):
     input: Input | None = None
     outputs: tuple[str, ...] = ()
     decoding: str | None = None
+    calibrated: bool = False
     lineage: Lineage | None = None
     removable: bool = False
     engine: RedactedEngineReport | None = None
@@ -115,6 +118,7 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         input=spec.input,
         outputs=spec.outputs,
         decoding=spec.decoding.kind,
+        calibrated=spec.confidence is not None and spec.confidence.objects is not None,
         lineage=spec.lineage,
         removable=removable,
         engine=engine,

@@ -85,7 +85,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             Driver(folder, workers, _make_progress_callback(bar)).run(out, describe)
         if is_measured:
             finished_run = open_run(str(folder.path), has_survey=True)
-            objects = read_calibrated_objects(finished_run, folder.survey.diameter_estimate)
+            objects = calibrate_objects(read_objects(folder), finished_run.spec)
             write_csv(output.collect_table(finished_run, objects), options.measurements)
         result = read_result()
         object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
@@ -144,12 +144,14 @@ def assess_confidence(run: OpenRun, estimate: DiameterEstimate | None) -> Confid
         return Evidence(
             _read_high_contrast_windows(run),
             likely_diameter=None if estimate is None else estimate.likely_diameter,
-            used_diameter=_compute_used_diameter(run, estimate),
+            used_diameter=compute_applied_diameter(
+                plan, spec, plan.diameter if estimate is None else estimate.diameter
+            ),
             is_diameter_given=plan.diameter is not None and plan.options.diameter is not None,
             has_postprocessing=plan.options.postprocessing != PostprocessingOptions(),
         )
 
-    return assess_objects(read_calibrated_objects(run, estimate), spec, find_evidence)
+    return assess_objects(calibrate_objects(read_objects(run.folder), spec), spec, find_evidence)
 
 
 def _read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
@@ -162,15 +164,6 @@ def _read_high_contrast_windows(run: OpenRun) -> list[Tensor]:
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         log.warning("%s: the reason for the low confidence could not be determined: %s", run.spec.identifier, error)
         return []
-
-
-def _compute_used_diameter(run: OpenRun, estimate: DiameterEstimate | None) -> tuple[float, ...] | None:
-    return compute_applied_diameter(run.plan, run.spec, run.plan.diameter if estimate is None else estimate.diameter)
-
-
-def read_calibrated_objects(run: OpenRun, estimate: DiameterEstimate | None) -> Objects:
-    """Return the statistics of the joined objects with their calibrated confidence, if the model is calibrated."""
-    return calibrate_objects(read_objects(run.folder), run.spec, _compute_used_diameter(run, estimate))
 
 
 def read_objects(folder: RunFolder) -> Objects:

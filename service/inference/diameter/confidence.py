@@ -11,7 +11,7 @@ object with an intersection over union (IoU) above 0.5. The confidence in a resu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -34,10 +34,6 @@ MAX_FOREGROUND_PROBABILITY = 0.9996
 
 # Maximum absolute log-odds of a result that the confidence of its objects depends on.
 MAX_RESULT_LOG_ODDS = 6.0
-
-# Minimum object diameter in voxels of the stack, along every axis, from which outlines are no longer limited by the
-# resolution of the stack.
-MIN_RESOLVED_DIAMETER = 10.0
 
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
@@ -99,15 +95,11 @@ def _logistic(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def measure_object_features(
-    objects: Objects, expected_diameter: float, applied_diameter: Sequence[float], calibration: Calibration
+    objects: Objects, expected_diameter: float, calibration: Calibration
 ) -> NDArray[np.float64]:
-    """Return the features of each object [N, 5], in the order of the coefficients of `ObjectCalibration`.
-
-    expected_diameter  object diameter of the model, in voxels of its grid
-    applied_diameter   object diameter along (z, y, x) with which the stack was resampled, in voxels of the stack
-    """
+    """Return the features of each object [N, 4], in the order of the coefficients of `ObjectCalibration`."""
     if not len(objects):
-        return np.zeros((0, 5))
+        return np.zeros((0, 4))
     probabilities = np.minimum(objects.confidence.astype(np.float64), MAX_FOREGROUND_PROBABILITY)
     diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
     result_log_odds = compute_log_odds(objects, expected_diameter, calibration)
@@ -117,24 +109,16 @@ def measure_object_features(
             np.nan_to_num(objects.peaks.astype(np.float64)),
             np.abs(np.log(diameters / expected_diameter)),
             np.full(len(objects), np.clip(result_log_odds, -MAX_RESULT_LOG_ODDS, MAX_RESULT_LOG_ODDS)),
-            np.full(len(objects), math.log(max(MIN_RESOLVED_DIAMETER / min(applied_diameter), 1))),
         ]
     )
 
 
-def calibrate_objects(objects: Objects, spec: ModelSpec, applied_diameter: Sequence[float] | None) -> Objects:
-    """Return the objects with their calibrated confidence, or unchanged if the model is not calibrated.
-
-    applied_diameter  object diameter along (z, y, x) with which the stack was resampled, in voxels of the stack; None
-                      if the model has no object diameter
-    """
-    if spec.confidence is None or (model := spec.confidence.objects) is None:
+def calibrate_objects(objects: Objects, spec: ModelSpec) -> Objects:
+    """Return the objects with their calibrated confidence, or unchanged if the model is not calibrated."""
+    if spec.confidence is None or (model := spec.confidence.objects) is None or spec.input.diameter is None:
         return objects
-    if applied_diameter is None or spec.input.diameter is None:
-        return objects
-    features = measure_object_features(objects, spec.input.diameter, applied_diameter, spec.confidence)
-    weights = np.array([model.certainty, model.peak, model.size, model.result, model.resolution])
-    log_odds = model.intercept + features @ weights
+    features = measure_object_features(objects, spec.input.diameter, spec.confidence)
+    log_odds = model.intercept + features @ np.array([model.certainty, model.peak, model.size, model.result])
     return replace(objects, match_probability=_logistic(log_odds).astype(np.float32))
 
 

@@ -6,7 +6,12 @@ import torch
 from landscapes import CENTERS, compute_distances
 
 from service.core.quantities import Diameter
-from service.inference.diameter.advice import Evidence, make_low_confidence_warning, make_no_objects_warning
+from service.inference.diameter.advice import (
+    Evidence,
+    find_diameter_correction,
+    make_low_confidence_warning,
+    make_no_objects_warning,
+)
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration
 
@@ -45,6 +50,15 @@ def test_warnings_suggest_the_most_likely_parameter() -> None:
         get_suggestion(calibration=other_calibration, windows=[SHELLS], likely_diameter=SMALL_DIAMETER)
         == "diameter=4px"
     )
+
+
+def test_only_similar_diameters_are_corrections() -> None:
+    warning = QualityWarning(0.1, "The labels may be wrong.", "diameter=9,30,30px")
+    assert find_diameter_correction(warning, (20.0, 20.0, 20.0)) == Diameter((9.0, 30.0, 30.0), "px")
+    for used_diameter in ((9.0, 17.0, 17.0), (9.0, 53.0, 53.0)):
+        assert find_diameter_correction(warning, used_diameter) is None
+    for other_warning in (None, warning._replace(suggestion="model=membranes"), warning._replace(suggestion="")):
+        assert find_diameter_correction(other_warning, (20.0, 20.0, 20.0)) is None
 
 
 @pytest.mark.parametrize("is_given", [False, True])

@@ -2,8 +2,16 @@ import numpy as np
 import pytest
 
 from service.core.types import Objects
-from service.inference.diameter.confidence import compute_typical_diameter, count_clear_objects, predict_confidence
-from service.models.spec import Calibration
+from service.inference.diameter.advice import Evidence
+from service.inference.diameter.confidence import (
+    assess_objects,
+    calibrate_objects,
+    compute_typical_diameter,
+    count_clear_objects,
+    predict_confidence,
+)
+from service.models.spec import Calibration, ModelSpec
+from service.models.spec_parts import ObjectCalibration
 
 CALIBRATION = Calibration(intercept=-15, certainty=2, peak=14, size=-3, giants=-1, sheets="membranes")
 
@@ -44,3 +52,31 @@ def test_clear_objects_are_counted_if_most_others_look_like_noise() -> None:
     both = Objects.concatenate([nuclei, noise])
     assert count_clear_objects(both, 20.0, CALIBRATION) == 2
     assert count_clear_objects(nuclei, 20.0, CALIBRATION) == count_clear_objects(noise, 20.0, CALIBRATION) == 0
+
+
+def test_the_calibrated_confidence_of_a_result_is_the_expected_f1(random_nuclei: ModelSpec) -> None:
+    input_spec = random_nuclei.input.model_copy(update={"diameter": 20.0})
+    uncalibrated = random_nuclei.model_copy(update={"confidence": CALIBRATION, "input": input_spec})
+    model = ObjectCalibration(intercept=-4, certainty=2, peak=1, size=-1, result=0.5, threshold=0.7)
+    calibration = CALIBRATION.model_copy(update={"objects": model})
+    spec = uncalibrated.model_copy(update={"confidence": calibration})
+    groups = [make_objects([20, 21], 0.94, 0.8), make_objects([12], 0.7, 0.55)]
+    objects = calibrate_objects(Objects.concatenate(groups), spec)
+    assert objects.match_probability is not None
+    clear, other_clear, faint = objects.match_probability.tolist()
+    assert clear == pytest.approx(other_clear, abs=0.02)
+    assert clear > 0.9 > 0.2 > faint
+    assert objects.select(objects.voxel_counts < 2000).match_probability == pytest.approx([faint])
+    evidence = Evidence([], None, None)
+    assert assess_objects(objects, spec, lambda: evidence).confidence == pytest.approx(
+        (clear + other_clear + faint) / 3
+    )
+    assert assess_objects(objects, spec, lambda: evidence).quality_warning is not None
+    # The same objects of a model that is not calibrated have the confidence of `predict_confidence`.
+    assert calibrate_objects(objects, uncalibrated) is objects
+    assert assess_objects(objects, uncalibrated, lambda: evidence).confidence == predict_confidence(
+        objects, 20.0, CALIBRATION
+    )
+    assert (
+        assess_objects(calibrate_objects(make_objects([], 0.9, 0.9), spec), spec, lambda: evidence).confidence is None
+    )

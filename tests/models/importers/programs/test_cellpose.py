@@ -37,7 +37,7 @@ def test_file_without_suffix_is_recognized_and_described_completely():
     arguments = {"in_channels": 2, "features": [6, 12, 24, 48], "kernel_size": 3}
     assert spec.architecture.arguments == arguments
     assert (spec.input.channels, spec.input.diameter) == (1, 17)
-    assert spec.input.default_diameter == pytest.approx(12.27, abs=0.01)
+    assert spec.input.default_diameter == "12.27px"
     assert (spec.tiling.name, spec.input.roi_size, spec.decoding.kind) == ("cellpose", (4, 224, 224), "flows")
     assert any("--channels 2" in note for note in draft.notes)
 
@@ -51,7 +51,7 @@ def test_files_of_other_programs_are_not_claimed(tmp_path):
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
         content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content
-        assert (content["input"]["diameter"], content["input"]["default_diameter"]) == (diameter, diameter)
+        assert (content["input"]["diameter"], content["input"]["default_diameter"]) == (diameter, f"{diameter:g}px")
 
 
 @pytest.mark.parametrize(

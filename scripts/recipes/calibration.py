@@ -1,0 +1,323 @@
+"""Fit the calibrated confidence of the objects of `nuclei`, and draw a reliability diagram.
+
+    python -m scripts.recipes.calibration [FOLDER] [--samples FILE] [--diagram FILE]
+
+The command segments stacks that the weights were not trained on, and determines which objects match a true object with
+an intersection over union (IoU) above 0.5. It prints the section `confidence.objects` for the `model.yaml` of the
+model, and the calibration error, computed by leave-one-stack-out cross-validation. All stacks of a group have the same
+weight. Recorded stacks have the same total weight in the fit as synthetic ones.
+
+FOLDER contains the recorded stacks `RECORDED_STACKS`, each in a subfolder with `image.tif` and `mask.tif`. The
+synthetic stacks are those of `scripts.recipes.trials`, flat nuclei, and stained membranes.
+Nuclei are also segmented with diameters that are too small or too large.
+
+`--samples` names a file for the objects. If it exists, it is read, and nothing is segmented.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.random import default_rng
+from numpy.typing import NDArray
+
+from scripts.recipes.confidence import MAX_PIXEL_BYTES, SELECTIONS, make_membranes
+from scripts.recipes.reliability import Reliability, bin_by_confidence, draw_diagram
+from scripts.recipes.segmenters import start_segmenter
+from scripts.recipes.synthetic_nuclei import Scene, synthesize
+from scripts.recipes.trials import make_nuclei_stacks
+from service.core.quantities import Diameter, VoxelSize
+from service.core.types import Objects, Options, Selection, Volume
+from service.formats import stack_reader
+from service.inference.diameter.confidence import measure_object_features
+from service.inference.runner.model_runner import ModelRunner
+from service.inference.segment import segment
+from service.models.spec import ModelSpec
+from service.training.examples import compute_mean_diameter
+
+# Recorded stacks with labels of all nuclei, which the weights were not trained on.
+RECORDED_STACKS = (
+    "mouse_embryo_8cell",
+    "arabidopsis_ovule_nuclei_1135",
+    "synthetic_nuclei_stardist",
+    "cellos_organoid_egfp_d0_108",
+    "cellos_organoid_hoechst_d4_120",
+)
+# Plane spacing of the organoids relative to their pixel size, which the files do not contain.
+ORGANOID_ANISOTROPY = 9.0
+# Numbers of synthetic stacks.
+NUCLEI_STACKS = 24
+FLAT_STACKS = 14
+FOREIGN_STACKS = 6
+# Every N-th stack of noise is used.
+NOISE_STEP = 5
+# Factors between the diameter in a request and the true diameter: one for each synthetic stack, all for recorded ones.
+WRONG_FACTORS = (0.6, 0.77, 1.3, 1.7)
+RECORDED_FACTORS = (0.77, 1.0, 1.3)
+MIN_DIAMETER_VOXELS = 5.0
+# Strength of the L2 regularization in the fit, and the number of Newton steps.
+RIDGE_PENALTY = 1.0
+NEWTON_STEPS = 50
+# Mean number of objects of a stack that are independent of each other, which determines the weight of the data relative
+# to the regularization.
+EFFECTIVE_OBJECTS = 5.0
+
+Floats = NDArray[np.float64]
+Booleans = NDArray[np.bool_]
+
+
+class Case(NamedTuple):
+    """A request: a stack [1, Z, Y, X] with its true labels [Z, Y, X], or None without objects, and a diameter."""
+
+    group: str
+    stack: str
+    condition: str
+    volume: Volume
+    truth: NDArray[Any] | None
+    diameter: Diameter | None = None
+
+
+class Sample(NamedTuple):
+    """The objects of a result [N], which of them match a true object, and the F1 of the result."""
+
+    group: str
+    stack: str
+    condition: str
+    objects: Objects
+    matched: Booleans
+    f1: float
+
+
+def make_cases(folder: Path | None) -> Iterator[Case]:
+    """Yield the synthetic cases, and the recorded ones if there is a folder."""
+    for index, (kind, volume, truth) in enumerate(make_nuclei_stacks(NUCLEI_STACKS)):
+        seed = index // 4
+        case = Case(kind, f"{kind} {seed}", "default", volume, truth if kind != "noise" else None)
+        if kind != "noise" or seed % NOISE_STEP == 0:
+            yield case
+        if kind == "usual":
+            yield with_factor(case, WRONG_FACTORS[seed % len(WRONG_FACTORS)])
+    for seed in range(FLAT_STACKS):
+        yield make_flat_case(seed)
+    for seed in range(FOREIGN_STACKS):
+        volume, cells = make_membranes(seed)[0][2:4]
+        yield Case("foreign", f"foreign {seed}", "default", volume, np.asarray(cells))
+    if folder is not None:
+        yield from read_recorded_cases(folder)
+
+
+def read_recorded_cases(folder: Path) -> Iterator[Case]:
+    """Yield the cases of all recorded stacks."""
+    for name in RECORDED_STACKS:
+        volume = stack_reader.read(folder / name / "image.tif", SELECTIONS.get(name, Selection()), MAX_PIXEL_BYTES)
+        mask = stack_reader.read(folder / name / "mask.tif", Selection(axes="ZYX"), MAX_PIXEL_BYTES)
+        yield from make_recorded_cases(Case("recorded", name, "default", volume, mask.read_all()[0]))
+
+
+def make_recorded_cases(case: Case) -> Iterator[Case]:
+    """Yield a recorded case with several diameters, or with and without the voxel size if it is not in the file."""
+    yield case
+    if case.stack.startswith("cellos"):
+        voxel_size = VoxelSize(ORGANOID_ANISOTROPY, 1, 1)
+        yield case._replace(condition="voxel size", volume=Volume.from_array(case.volume.read_all(), voxel_size))
+    else:
+        yield from (with_factor(case, factor) for factor in RECORDED_FACTORS)
+
+
+def make_flat_case(seed: int) -> Case:
+    """Return a stack of nuclei that are few planes deep. The voxel size of every other stack is known."""
+    rng = default_rng([4400, seed])
+    scene = Scene.draw_flat(rng)
+    edge = int(np.clip(6 * scene.diameter, 96, 144))
+    image, truth = synthesize(rng, (int(rng.integers(14, 26)), edge, edge), scene)
+    volume = Volume.from_array(image[None], VoxelSize(scene.anisotropy, 1, 1) if seed % 2 else None)
+    return Case("flat", f"flat {seed}", "default", volume, truth)
+
+
+def with_factor(case: Case, factor: float) -> Case:
+    """Return a case whose diameter is the true mean diameter in the plane times a factor."""
+    if case.truth is None:
+        raise ValueError("A stack without objects has no diameter.")
+    anisotropy = 1.0 if case.volume.voxel_size is None else case.volume.voxel_size.anisotropy
+    width = factor * compute_mean_diameter(case.truth) * anisotropy ** (1 / 3)
+    return case._replace(condition=f"x{factor:g}", diameter=Diameter((max(width, MIN_DIAMETER_VOXELS),), "px"))
+
+
+def find_matches(truth: NDArray[Any], labels: NDArray[Any], count: int) -> Booleans:
+    """Return which of the objects 1 to `count` of the labels match a true object with an IoU above 0.5 [count]."""
+    values, true_indices = np.unique(truth, return_inverse=True)
+    pairs = true_indices.ravel() * (count + 1) + labels.ravel().astype(np.int64)
+    overlaps = np.bincount(pairs, minlength=len(values) * (count + 1)).reshape(len(values), count + 1)
+    iou = overlaps / (overlaps.sum(1, keepdims=True) + overlaps.sum(0) - overlaps)
+    return np.asarray((iou[values > 0, 1:] > 0.5).any(axis=0))
+
+
+def collect_samples(runner: ModelRunner, cases: Iterable[Case]) -> Iterator[Sample]:
+    """Segment the stacks; yield the results that contain objects. A stated diameter is used as stated."""
+    for case in cases:
+        options = Options(diameter=case.diameter, may_correct_diameter=False)
+        segmentation = segment(runner, case.volume, options).segmentation
+        if not segmentation.objects:
+            continue
+        count, num_true = len(segmentation.objects), 0
+        matched = np.zeros(count, np.bool_)
+        if case.truth is not None:
+            matched = find_matches(case.truth, segmentation.pixels, count)
+            num_true = len(np.unique(case.truth[case.truth > 0]))
+        f1 = 2 * float(matched.sum()) / (count + num_true)
+        sys.stderr.write(f"{case.stack}, {case.condition}: F1 {f1:.2f}, {matched.sum()} of {count} objects match\n")
+        yield Sample(case.group, case.stack, case.condition, segmentation.objects, matched, f1)
+
+
+class Design(NamedTuple):
+    """Features of all objects [N, F], whether they match [N], their stacks and groups [N], and their weights [N]."""
+
+    features: Floats
+    matched: Booleans
+    stacks: NDArray[np.str_]
+    groups: NDArray[np.str_]
+    weights: Floats
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], spec: ModelSpec) -> Design:
+        """Return the design of a fit for a model."""
+        diameter, calibration = spec.input.diameter, spec.confidence
+        if diameter is None or calibration is None:
+            raise ValueError(f"The model {spec.name} has no confidence.")
+        counts = [len(sample.matched) for sample in samples]
+        stacks = np.repeat([sample.stack for sample in samples], counts)
+        sizes = dict(zip(*np.unique(stacks, return_counts=True), strict=True))
+        return cls(
+            np.concatenate([measure_object_features(sample.objects, diameter, calibration) for sample in samples]),
+            np.concatenate([sample.matched for sample in samples]),
+            stacks,
+            np.repeat([sample.group for sample in samples], counts),
+            np.array([EFFECTIVE_OBJECTS / sizes[stack] for stack in stacks]),
+        )
+
+    def fit(self, inside: Booleans) -> Floats:
+        """Return the intercept and the coefficients of a ridge-regularized logistic regression for some objects."""
+        features, matched, weights = self.features[inside], self.matched[inside], self.weights[inside].copy()
+        recorded = self.groups[inside] == "recorded"
+        if recorded.any() and not recorded.all():
+            weights[recorded] *= weights[~recorded].sum() / weights[recorded].sum()
+        mean, spread = features.mean(0), features.std(0) + 1e-9
+        design = np.column_stack([np.ones(len(matched)), (features - mean) / spread])
+        penalty = RIDGE_PENALTY * np.diag([0.0] + [1.0] * features.shape[1])
+        coefficients = np.zeros(design.shape[1])
+        for _ in range(NEWTON_STEPS):
+            probability = logistic(design @ coefficients)
+            hessian = design.T * (weights * probability * (1 - probability)) @ design + penalty
+            gradient = design.T @ (weights * (matched - probability)) - penalty @ coefficients
+            coefficients += np.linalg.solve(hessian, gradient)
+        slopes = coefficients[1:] / spread
+        return np.append(coefficients[0] - slopes @ mean, slopes)
+
+    def cross_validate(self) -> Floats:
+        """Return the confidence of each object, predicted by a fit to all other stacks [N]."""
+        confidences = np.zeros(len(self.matched))
+        for stack in np.unique(self.stacks):
+            inside = self.stacks == stack
+            intercept, *slopes = self.fit(~inside)
+            confidences[inside] = logistic(intercept + self.features[inside] @ np.array(slopes))
+        return confidences
+
+
+def logistic(log_odds: Floats) -> Floats:
+    """Return the probabilities for log-odds [N]."""
+    probabilities: Floats = 1 / (1 + np.exp(-np.clip(log_odds, -50, 50)))
+    return probabilities
+
+
+def write_samples(samples: Sequence[Sample], path: Path) -> None:
+    """Write samples to an `.npz` file."""
+    index = [(s.group, s.stack, s.condition, len(s.matched), s.f1) for s in samples]
+    objects = Objects.concatenate([sample.objects for sample in samples])
+    np.savez_compressed(
+        path,
+        index=np.array(json.dumps(index)),
+        matched=np.concatenate([sample.matched for sample in samples]),
+        voxel_counts=objects.voxel_counts,
+        confidence=objects.confidence,
+        peaks=objects.peaks,
+    )
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """Yield the samples in a file of `write_samples`."""
+    with np.load(path) as archive:
+        start = 0
+        for group, stack, condition, count, f1 in json.loads(str(archive["index"])):
+            part = slice(start, start + count)
+            objects = Objects(*(archive[name][part] for name in ("voxel_counts", "confidence", "peaks")))
+            yield Sample(group, stack, condition, objects, archive["matched"][part], f1)
+            start += count
+
+
+def report_results(samples: Sequence[Sample], confidences: Floats) -> Iterator[str]:
+    """Yield the lines of a table that compares the confidence in results, the expected F1, with F1."""
+    ends = np.cumsum([len(sample.matched) for sample in samples])
+    expected = np.array([part.mean() for part in np.split(confidences, ends[:-1])])
+    f1 = np.array([sample.f1 for sample in samples])
+    error, correlation = np.abs(expected - f1).mean(), np.corrcoef(expected, f1)[0, 1]
+    yield f"expected F1 of {len(f1)} results: mean difference from F1 {np.mean(expected - f1):+.2f}"
+    yield f"mean absolute difference {error:.2f}, correlation {correlation:.2f}"
+    yield "| threshold | F1 up to 0.45, with a warning | F1 of at least 0.6, with a warning |\n|---|---|---|"
+    for threshold in (0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7):
+        bad, good = (expected[chosen] < threshold for chosen in (f1 <= 0.45, f1 >= 0.6))
+        yield f"| {threshold} | {bad.sum()} of {len(bad)} | {good.sum()} of {len(good)} |"
+
+
+def report(samples: Sequence[Sample], spec: ModelSpec) -> tuple[list[str], dict[str, Reliability]]:
+    """Return the lines of the report, and the reliability of the confidence in the groups of stacks."""
+    design = Design.of(samples, spec)
+    confidences = design.cross_validate()
+    lines = ["  objects:"]
+    names = ("intercept", "certainty", "peak", "size", "result")
+    coefficients = design.fit(np.ones(len(design.matched), np.bool_))
+    lines += [f"    {name}: {value:.2f}" for name, value in zip(names, coefficients, strict=True)]
+    probabilities = np.concatenate([sample.objects.confidence for sample in samples]).astype(np.float64)
+    recorded = design.groups == "recorded"
+    reliability = dict[str, Reliability]()
+    lines += ["| stacks | number | objects | error | error of the mean probability |", "|---|---|---|---|---|"]
+    for name, inside in (("all", recorded | ~recorded), ("synthetic", ~recorded), ("recorded", recorded)):
+        if not inside.any():
+            continue
+        before, after = (
+            bin_by_confidence(values[inside], design.matched[inside], design.weights[inside])
+            for values in (probabilities, confidences)
+        )
+        reliability[name] = after
+        cells = (len(set(design.stacks[inside])), inside.sum(), f"{after.error:.3f}", f"{before.error:.3f}")
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return [*lines, *report_results(samples, confidences)], reliability
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of recorded stacks")
+    parser.add_argument("--model", default="nuclei", help="name or folder of the model")
+    parser.add_argument("--samples", type=Path, help="file to write the objects to, or to read them from")
+    parser.add_argument("--diagram", type=Path, help="SVG file for the reliability diagram")
+    options = parser.parse_args(arguments)
+    runner = start_segmenter(options.model)
+    if options.samples is not None and options.samples.exists():
+        samples = list(read_samples(options.samples))
+    else:
+        samples = list(collect_samples(runner, make_cases(options.folder)))
+        if options.samples is not None:
+            write_samples(samples, options.samples)
+    lines, reliability = report(samples, runner.spec)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
+    if options.diagram is not None:
+        options.diagram.write_text(draw_diagram(reliability), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
