@@ -142,8 +142,8 @@ fi
 
 
 def test_lock_contains_the_hashes_of_both_builds_of_torch(tmp_path: Path) -> None:
-    for folder in ("bin", "scripts"):
-        (tmp_path / folder).mkdir()
+    for folder in ("bin", "scripts", "clients/napari"):
+        (tmp_path / folder).mkdir(parents=True)
     script = shutil.copy(ROOT / "scripts" / "constraints.sh", tmp_path / "scripts")
     (tmp_path / "bin" / "uv").write_text(UV, encoding="utf-8")
     (tmp_path / "bin" / "uv").chmod(0o755)
@@ -151,6 +151,7 @@ def test_lock_contains_the_hashes_of_both_builds_of_torch(tmp_path: Path) -> Non
     lines = [line.strip(" \\") for line in (tmp_path / "hashes.txt").read_text(encoding="utf-8").splitlines()]
     torch = ["torch==2", *(f"--hash=sha256:{build}" for build in ("X86", "ARM", "CUDA"))]
     assert lines == ['a==1 ; python_full_version < "3.12"', "--hash=sha256:A", *torch]
+    assert (tmp_path / "clients" / "napari" / "test-hashes.txt").is_file()
     assert (tmp_path / "constraints.txt").read_text() == 'a==1 ; python_full_version < "3.12"\ntorch==2\n'
 
 
