@@ -33,6 +33,7 @@ from service.inference.types import DiameterEstimate, Plan, PlannedRequest, Resu
 from service.inference.windows.grid import as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Instances
 
 if TYPE_CHECKING:
     from service.inference.runner.model_runner import ModelRunner
@@ -271,10 +272,9 @@ def _inspect_stack(call: _Call, plan: Plan) -> tuple[Diameter | None, Sequence[T
     """
     spec = call.runner.spec
     image, _notes = normalize_volume(call.volume, spec)
+    can_estimate = spec.input.diameter is not None and isinstance(spec.decoding, Instances)
     try:
-        likely_diameter = (
-            None if spec.input.diameter is None else _get_diameter_estimate(call, image, plan).likely_diameter
-        )
+        likely_diameter = _get_diameter_estimate(call, image, plan).likely_diameter if can_estimate else None
         return likely_diameter, select_high_contrast_windows(image, spec.input.roi_size)
     except (RuntimeError, MemoryError, OSError, StackSegError) as error:
         if isinstance(error, Cancelled) or call.runner.find_device_loss(error) is not None:

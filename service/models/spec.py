@@ -251,9 +251,7 @@ class ModelSpec(FrozenModel):
         if not isinstance(self.decoding, Flows):
             return self
         if (keys.tiling, keys.resampling, keys.voxel_size, keys.roi_multiple) != ("monai", "linear", None, None):
-            raise ValueError(
-                "input: tiling, resampling, voxel_size, roi_multiple do not apply to `decoding.kind: flows`"
-            )
+            raise ValueError("tiling, resampling, voxel_size and roi_multiple do not apply to `decoding.kind: flows`")
         activations = [self.get_activation(name) for name in self.outputs]
         if keys.diameter is None or activations != ["sigmoid", "none", "none", "none"]:
             raise ValueError("`decoding.kind: flows` requires input.diameter, a sigmoid output and three flows (none)")

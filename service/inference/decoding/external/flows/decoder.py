@@ -71,13 +71,13 @@ class FlowDecoder:
     def _clean(self, labels: Labels, foreground: Indices) -> None:
         """Remove objects that are too large or too small, and fill holes, in place."""
         decoding, flat_labels = self._decoding, labels.reshape(-1)
-        counts = np.bincount(flat_labels[foreground])
+        counts = np.bincount(flat_labels[foreground], minlength=1)
         is_kept = (counts >= decoding.minimum_size) & (counts <= decoding.maximum_fraction * labels.size)
         _renumber(flat_labels, foreground, is_kept)
         if decoding.holes == "fill":
             _fill_objects(labels, foreground)
             foreground = np.flatnonzero(flat_labels)
-            counts = np.bincount(flat_labels[foreground])
+            counts = np.bincount(flat_labels[foreground], minlength=1)
             _renumber(flat_labels, foreground, counts >= decoding.minimum_size)
 
     def _describe(self, labels: Labels) -> Segmentation:

@@ -77,10 +77,11 @@ def test_scores_equal_those_of_cellpose(models, name, monkeypatch):
 
 def test_service_returns_the_labels_of_cellpose(models):
     volume, expected = read_volume("diameter"), tifffile.imread(FIXTURES / "diameter-labels.tif")
+    parameters = {"diameter": "12px", "voxel_size": "1,1,1"}
     settings = eager_settings(models[0], engine=FP32, models={"default": "cells1", "load": ["cells1"]})
     with serve(settings) as server:
         response = server.client.post(
-            "/segment?diameter=12px", content=as_tiff(volume.read_all()[0]), headers={"Content-Type": "image/tiff"}
+            "/segment", params=parameters, content=as_tiff(volume.read_all()[0]), headers={"Content-Type": "image/tiff"}
         )
     assert response.status_code == 200, response.text
     assert min(compute_overlaps(tifffile.imread(BytesIO(response.content)), expected)) >= 0.99
