@@ -2,6 +2,7 @@
 
 hangs-*   never ends
 fails-*   reports a failure
+worse-*   reports that the new model is not better, and writes no model
 crashes-* exits with an error
 broken-*  writes a model with a wrong hash
 """
@@ -37,6 +38,9 @@ def main() -> None:
             time.sleep(600)
         case "fails":
             report(failed="The annotated stacks in /etc/stacks have too few objects.")
+            return
+        case "worse":
+            report(done={"after": 0.5, "better": False, "message": "The new model is not better."})
             return
         case "crashes":
             raise SystemExit("this reason must only appear in the log")

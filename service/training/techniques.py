@@ -73,12 +73,21 @@ def _suspend_statistics(block: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def update_average(averaged_network: nn.Module, network: nn.Module, decay: float) -> None:
-    """Update the moving average of the weights. Copy the batch statistics, because they are already averages."""
+def update_average(
+    averaged_network: nn.Module, network: nn.Module, decay: float, statistics_decay: float = 0.0
+) -> None:
+    """Update the moving averages of the weights and of the batch statistics.
+
+    Without `statistics_decay`, the statistics are copied. They are means over about the last ten batches, so they vary
+    more from step to step than the weights.
+    """
     for averaged_weights, weights in zip(averaged_network.parameters(), network.parameters(), strict=True):
         averaged_weights.lerp_(weights, 1 - decay)
     for averaged_statistic, statistic in zip(averaged_network.buffers(), network.buffers(), strict=True):
-        averaged_statistic.copy_(statistic)
+        if statistic.is_floating_point():
+            averaged_statistic.lerp_(statistic, 1 - statistics_decay)
+        else:
+            averaged_statistic.copy_(statistic)
 
 
 def recompute_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:

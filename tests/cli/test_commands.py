@@ -92,6 +92,9 @@ def test_evaluate_compares_model_and_classical_method(
     assert main(["evaluate", "--images", nowhere, "--labels", nowhere, *config]) == 1
     assert capsys.readouterr().out == ""
     assert "1 images and 0 label files" in run_stackseg("evaluate", "--images", stack / "image.tif", *config, status=1)
+    output = run_stackseg("evaluate", "nuclei", stack, *config, status=1)
+    assert f"nuclei: each folder needs the files image.tif and mask.tif. These folders have them: {stack}." in output
+    assert "There are no stacks" in run_stackseg("evaluate", *config, status=1)
 
 
 def test_evaluate_uses_each_requested_diameter(

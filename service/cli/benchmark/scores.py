@@ -12,6 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from service.cli.model_packages.annotated_files import list_pairs
 from service.cli.models import choose_model
 from service.core.config import Settings
 from service.core.errors import BadParameter
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
 
 def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, ScoreRow]]:
     """Yield the scores of each method on each stack."""
-    pairs = _list_pairs(options)
+    pairs = list_pairs(options)
     runner = ModelRunner(choose_model(options.model, settings), settings)
     if not runner.spec.has_objects:
         raise BadParameter(f"{runner.spec.name} segments classes, not objects. Choose a model that separates objects.")
@@ -51,17 +52,6 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
         if not options.no_floor:
             score_functions.append(partial(score_classical, volume, truth))
         yield from ((get_stack_name(path), score()) for score in score_functions)
-
-
-def _list_pairs(options: argparse.Namespace) -> list[tuple[Path, Path]]:
-    """Return pairs of files: a stack and its labels. Raises BadParameter."""
-    images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
-    labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
-    if len(images) != len(labels) or not images:
-        raise BadParameter(
-            f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
-        )
-    return list(zip(images, labels, strict=True))
 
 
 def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:

@@ -312,8 +312,15 @@ def _merge_keys(file_keys: Mapping[str, Any], option_values: Mapping[str, str]) 
         if question.option in option_values:
             section, _, key = question.key.rpartition(".")
             value = _parse_answer(question, option_values[question.option])
+            value = _keep_other_keys(keys.get(question.key), value)
             keys |= {section: {**keys.get(section, {}), key: value}} if section else {key: value}
     return keys
+
+
+def _keep_other_keys(file_value: Any, value: Any) -> Any:
+    """Add the other keys in the file to a block in an option, unless both are of different kinds."""
+    are_blocks = isinstance(file_value, Mapping) and isinstance(value, Mapping) and "kind" in value
+    return {**file_value, **value} if are_blocks and file_value.get("kind", value["kind"]) == value["kind"] else value
 
 
 def _parse_answer(question: Question, text: str) -> Any:

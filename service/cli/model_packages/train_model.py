@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from service.cli.model_packages.annotated_files import list_pairs
 from service.cli.models import choose_model
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings, override_settings
@@ -67,12 +68,6 @@ def _override_training(options: argparse.Namespace, settings: Settings) -> Setti
 
 def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[AnnotatedStack]:
     """Read the annotated stacks. Raises BadFile and BadParameter."""
-    images = [*options.images, *(folder / "image.tif" for folder in options.folders)]
-    labels = [*options.labels, *(folder / "mask.tif" for folder in options.folders)]
-    if len(images) != len(labels) or not images:
-        raise BadParameter(
-            f"Each image needs labels, but there are {len(images)} images and {len(labels)} label files."
-        )
     selection = Selection(
         channel=parse_index_or_name(options.channel),
         axes=options.axes,
@@ -85,7 +80,7 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
     )
     return [
         read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)
-        for image, label_file in zip(images, labels, strict=True)
+        for image, label_file in list_pairs(options)
     ]
 
 

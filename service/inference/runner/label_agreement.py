@@ -6,9 +6,10 @@ bugs affect only the last windows of a large batch.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.core.errors import NonFiniteScores, StackSegError
+from service.core.quantities import Size
 from service.core.telemetry import step
 from service.core.types import Array, OutputKind, Segmentation, Selection
 from service.formats import stack_reader
@@ -170,10 +172,20 @@ def load_sample_image(spec: ModelSpec) -> Tensor:
         image = None
     if image is None:
         image = make_noise((1, spec.input.channels, z, y, x))
-    for axis, max_length in zip((2, 3, 4), (z, y, x), strict=True):
-        length = min(image.shape[axis], max_length)
-        image = image.narrow(axis, (image.shape[axis] - length) // 2, length)
-    return image.contiguous()
+    return _cut_highest_contrast(image, (z, y, x)).contiguous()
+
+
+def _cut_highest_contrast(image: Tensor, max_size: Size) -> Tensor:
+    """Return the part of at most `max_size` voxels with the highest contrast, because labels of background agree."""
+    lengths = [min(length, limit) for length, limit in zip(image.shape[2:], max_size, strict=True)]
+    ends = [total - length for total, length in zip(image.shape[2:], lengths, strict=True)]
+    starts = itertools.product(*(sorted({end // 2, 0, end}, key=lambda start: start != end // 2) for end in ends))
+
+    def cut(corner: Sequence[int]) -> Tensor:
+        spans = (slice(start, start + length) for start, length in zip(corner, lengths, strict=True))
+        return image[(slice(None), slice(None), *spans)]
+
+    return max(map(cut, starts), key=lambda part: float(part.std(correction=0)))
 
 
 def make_noise(shape: tuple[int, ...]) -> Tensor:

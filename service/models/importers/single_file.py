@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ from service.core.files.zip_archive import ARCHIVE_ERRORS, open_torch_archive
 from service.models.exporters.model_keys import FILE_NAME, parse_model_keys
 from service.models.graphs.pt2_archive import Pt2Archive
 from service.models.importers import onnx_file
-from service.models.importers.checkpoint import is_torchscript, read_checkpoint
+from service.models.importers.checkpoint import LEGACY_TORCH_HEADER, is_torchscript, read_checkpoint
 from service.models.importers.draft import Draft, WeightsKind
 
 SUFFIXES = (".ts", ".torchscript", ".pt", ".pth", ".ckpt", ".tar", ".bin", ".safetensors", ".pt2", ".onnx")
+# Suffixes of checkpoints that another importer reads.
+OTHER_SUFFIXES = (".pytorch",)
 REQUIRED_KEYS = ("input.normalisation", "input.roi_size", "outputs", "activation", "decoding")
 DESCRIPTIONS = {
     "exported": "a torch.export graph",
@@ -26,8 +30,18 @@ SIZE_NOTE = (
 
 
 def is_supported(path: Path) -> bool:
-    """Return whether `path` is a file with a supported suffix."""
-    return path.is_file() and path.suffix in SUFFIXES
+    """Return whether `path` is a file with a supported suffix, or a file of PyTorch with an unknown suffix."""
+    return path.is_file() and (path.suffix in SUFFIXES or (path.suffix not in OTHER_SUFFIXES and _is_torch_file(path)))
+
+
+def _is_torch_file(path: Path) -> bool:
+    """Return whether the content of a file looks like it was written by `torch.save`, by any version of PyTorch."""
+    if zipfile.is_zipfile(path):
+        with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/data.pkl") and name.count("/") == 1 for name in archive.namelist())
+        return False
+    with path.open("rb") as file:
+        return file.read(len(LEGACY_TORCH_HEADER)) == LEGACY_TORCH_HEADER
 
 
 def read(path: Path) -> Draft:

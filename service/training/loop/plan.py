@@ -131,7 +131,7 @@ class ValidationScores(NamedTuple):
         """Return whether more objects are correct, or the loss is lower for equally many."""
         if other is None:
             return math.isfinite(self.loss)
-        return (self.f1 + self.f1_strict, -self.loss) > (other.f1 + other.f1_strict, -other.loss)
+        return (round(self.f1, 6), -self.loss) > (round(other.f1, 6), -other.loss)
 
 
 @dataclass

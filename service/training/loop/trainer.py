@@ -181,9 +181,8 @@ class Trainer:
         else:
             self._latest_loss = loss_value
             if self._update_weights(scaled_loss):
-                update_average(
-                    self._averaged_network, self._network, min(plan.averaging, (state.step + 1) / (state.step + 11))
-                )
+                decay = min(plan.averaging, (state.step + 1) / (state.step + 11))
+                update_average(self._averaged_network, self._network, decay, decay)
             else:
                 state.skipped += 1
         state.step += 1

@@ -88,3 +88,27 @@ def test_only_missing_metadata_is_requested() -> None:
         "--activation": "sigmoid"
     }
     assert requested == ["activation", "voxel-size", "diameter"]
+
+
+@pytest.mark.parametrize(("decoding", "sigma"), [("boundaries:cell", 3), ("classes", None)])
+def test_option_for_the_kind_of_decoding_keeps_the_other_keys_of_the_file(
+    file: Path, tmp_path: Path, decoding: str, sigma: float | None
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("decoding: {kind: boundaries, watershed_sigma: 3}\nactivation: sigmoid\noutputs: [cell, other]\n")
+    options = [
+        "--with",
+        str(keys),
+        "--decoding",
+        decoding,
+        "--architecture",
+        ARCHITECTURE,
+        "--models",
+        str(tmp_path / "m"),
+    ]
+    options += ["--normalisation", "zscore", "--roi-size", "16,16,16"]
+    file = file.rename(tmp_path / "net.chkpt")
+    assert main(["models", "import", str(file), *options]) == 0
+    decoding_block = read_spec(tmp_path / "m" / "net").decoding
+    assert decoding_block.kind == decoding.partition(":")[0]
+    assert getattr(decoding_block, "watershed_sigma", None) == sigma

@@ -109,12 +109,14 @@ def test_row_repeats_the_image_to_the_requested_number_of_windows(agreement, ban
     assert torch.equal(row[..., 56:], row[..., :48])
 
 
-def test_sample_is_normalized_and_cropped_to_its_center(bands, phantom, tmp_path):
-    (tmp_path / "sample.tif").write_bytes(as_tiff(phantom.image))
+def test_sample_is_normalized_and_cropped_to_its_objects(bands, phantom, tmp_path):
+    pixels = phantom.image.copy()
+    pixels[:, :14] = pixels[:, :, :24] = 300
+    (tmp_path / "sample.tif").write_bytes(as_tiff(pixels))
     spec = bands.model_copy(update={"folder": tmp_path, "sample": Sample()})
     image = load_sample_image(spec)
     assert image.shape == (1, 1, 24, 56, 56)
-    expected = torch.from_numpy(phantom.image[:, 7:63, 12:68].astype(np.float32)) / 2800
+    expected = torch.from_numpy(pixels[:, 14:, 24:].astype(np.float32)) / 2800
     torch.testing.assert_close(image[0, 0], expected)
 
 

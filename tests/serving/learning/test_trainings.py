@@ -155,6 +155,17 @@ def test_failed_child_leaves_no_files_and_reports_the_reason(service: Service, n
     assert service.train("mine").state == "done"
 
 
+def test_model_that_is_not_better_is_neither_served_nor_kept(service: Service) -> None:
+    record = service.wait(service.submit("worse-model"), "unimproved", "done", "failed")
+    assert (record.state, record.message) == ("unimproved", "The new model is not better.")
+    assert (record.before, record.after, record.better) == (0.5, 0.5, False)
+    assert service.trainings.trained_models.find_trained_model(record) is None
+    assert not list(service.settings.trained_folder.iterdir())
+    assert service.load_queue().find(record.id, "ann").state == "unimproved"
+    # The name can be used again.
+    assert service.wait(service.submit("worse-model"), "unimproved").id != record.id
+
+
 def test_waiting_and_running_training_runs_can_be_cancelled(service: Service) -> None:
     first = service.hang()
     second = service.submit("second")
