@@ -90,7 +90,8 @@ def write_network(graph: Graph, path: Path, kind: GraphKind) -> NetworkFile:
                 write(graph, path, flexibility)
             return NetworkFile(flexibility, _check_file(graph, path, flexibility, load))
         except (BrokenModel, *_EXPORT_ERRORS) as error:
-            reason = reason or (str(error).strip().splitlines() or [type(error).__name__])[0]
+            lines = str(error).removeprefix(f"{path}: ").strip().splitlines() or [type(error).__name__]
+            reason = reason or lines[0]
     raise UnsupportedPackage(f"The network cannot be exported as {kind}: {reason:.300}")
 
 
