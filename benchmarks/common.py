@@ -106,6 +106,7 @@ def run_server(folder: Path, *arguments: str, **environment: str) -> Iterator[tu
     """Run `python -m service serve` on a free port; yield its process ID and port once it is ready."""
     command = [sys.executable, "-m", "service", "serve", "--port", "0", *arguments]
     log = folder / "server.log"
+    environment = {"XDG_STATE_HOME": str(folder)} | environment
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=file, text=True

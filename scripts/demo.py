@@ -42,7 +42,10 @@ def run_service(config: Path, log: Path) -> Iterator[str]:
     address = f"http://127.0.0.1:{(port := find_free_port())}"
     command = [sys.executable, "-m", "service", "serve", "--config", str(config), "--port", str(port)]
     # Cache the engine plans in the clone: nothing is written outside of it, and later starts are faster.
-    environment = {"STACKSEG_ENGINE__CACHE_FOLDER": str(ROOT / ".cache" / "engine")} | os.environ
+    environment = {
+        "STACKSEG_ENGINE__CACHE_FOLDER": str(ROOT / ".cache" / "engine"),
+        "STACKSEG_JOBS__FOLDER": "temporary",
+    } | os.environ
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603
     try:

@@ -55,10 +55,11 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _isolated_user_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep tests from reading or writing engine plans, annotated stacks and models in the user's folders."""
+    """Keep tests from reading or writing engine plans, annotated stacks, models and jobs in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 
@@ -143,7 +144,7 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
     """write_config(repository, **sections) -> path of a configuration file with the eager engine and one CPU thread."""
 
     def write(repository: Path, **sections: Any) -> Path:
-        defaults = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}}
+        defaults = {"models": {"folder": str(repository)}, "engine": {"kind": "eager"}, "jobs": {"folder": "temporary"}}
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(defaults | {"device": {"name": "cpu", "threads": 1}} | sections))
         return path

@@ -100,6 +100,7 @@ def serve(models: Path, faults: Path, port: Connection, grace: float) -> None:
         "device": {"serve": ["cpu", "cpu"], "threads": 1},
         "watchdog": {"grace_seconds": grace},
         "limits": {"cache_bytes": 0},
+        "jobs": {"folder": "temporary"},
         "server": {"scratch_folder": faults.parent},
     }
     chosen = Settings.model_validate(settings)

@@ -127,12 +127,16 @@ def serve(
     settings: Settings,
     *,
     wait: bool = True,
+    port: int = 0,
     make_server: Callable[[uvicorn.Config, Runtime], uvicorn.Server] = lambda config, _runtime: uvicorn.Server(config),
     **factories: Any,
 ) -> Iterator[LiveServer]:
-    """Serve the application until the context exits. `factories` override fields of `ServiceFactories`."""
+    """Serve the application until the context exits. `factories` override fields of `ServiceFactories`.
+
+    port  port to listen on, such as that of a service which has ended; 0: any free port
+    """
     app = create_app(settings, ServiceFactories(**factories))
-    config = build_config(app, host="127.0.0.1", port=0)
+    config = build_config(app, host="127.0.0.1", port=port)
     server = make_server(config, app.state.runtime)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -149,12 +153,13 @@ def serve(
 
 
 def eager_settings(folder: Path, **sections: dict[str, Any]) -> Settings:
-    """Return settings for a fast start: the eager engine, one CPU thread, and no result cache."""
+    """Return settings for a fast start: the eager engine, one CPU thread, no result cache, and temporary jobs."""
     chosen = {
         "models": {"folder": folder},
         "limits": {"cache_bytes": 0},
         "engine": {"kind": "eager"},
         "device": {"name": "cpu", "threads": 1},
+        "jobs": {"folder": "temporary"},
     }
     for name, values in sections.items():
         chosen[name] = {**chosen.get(name, {}), **values}

@@ -57,10 +57,20 @@ class Settings(Section):
         """The folder that stores the models trained by the service."""
         return self.models.trained_folder or self._find_data_folder("trained-models")
 
+    @property
+    def default_jobs_folder(self) -> Path | None:
+        """The folder that stores jobs if `jobs.folder` is not set; None: a temporary folder."""
+        return None if self.jobs.folder == "temporary" else _find_user_folder("XDG_STATE_HOME", ".local/state", "jobs")
+
     def _find_data_folder(self, name: str) -> Path:
-        if self.jobs.folder is not None:
+        """Return a subfolder of the jobs folder if that is set, or else of the user's data folder.
+
+        If the user has no home directory, return a path that cannot exist, so that no data is stored at a place where
+        the operator does not expect it.
+        """
+        if isinstance(self.jobs.folder, Path):
             return self.jobs.folder / name
-        return _find_user_data_folder() / "stackseg" / name
+        return _find_user_folder("XDG_DATA_HOME", ".local/share", name) or Path(os.devnull) / name
 
     @model_validator(mode="after")
     def _check_limits(self) -> Self:
@@ -82,18 +92,18 @@ class Settings(Section):
         return self
 
 
-def _find_user_data_folder() -> Path:
-    """Return the data folder of the user: `XDG_DATA_HOME` or `~/.local/share`.
+def _find_user_folder(variable: str, default: str, name: str) -> Path | None:
+    """Return the subfolder `stackseg/name` of one of the user's folders; None if the user has no home directory.
 
-    If the user has no home directory, return a path that cannot exist, so that no data is stored at a place where the
-    operator does not expect it.
+    variable  environment variable with the absolute path of the user's folder
+    default   path of the user's folder relative to the home directory
     """
-    if configured_folder := os.environ.get("XDG_DATA_HOME"):
-        return Path(configured_folder)
+    configured_folder = Path(os.environ.get(variable, ""))
     try:
-        return Path("~/.local/share").expanduser()
+        folder = configured_folder if configured_folder.is_absolute() else Path.home() / default
     except RuntimeError:
-        return Path(os.devnull)
+        return None
+    return folder / "stackseg" / name
 
 
 def read_settings(path: Path | None = None, environment: Mapping[str, str] | None = None) -> Settings:

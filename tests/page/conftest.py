@@ -31,7 +31,8 @@ def browser() -> Iterator[Browser]:
 def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     models = {"serve": ("nuclei", "membranes"), "load": ("nuclei",)}
     annotations = {"folder": tmp_path_factory.mktemp("annotations")}
-    with serve(eager_settings(ROOT / "models", models=models, annotations=annotations)) as live:
+    jobs = {"folder": tmp_path_factory.mktemp("jobs")}
+    with serve(eager_settings(ROOT / "models", models=models, annotations=annotations, jobs=jobs)) as live:
         yield live
 
 

@@ -78,7 +78,7 @@ def test_sample_is_segmented_and_its_labels_are_downloaded(
     expect(page.locator("#summary")).to_contain_text(f"{job['objects']} objects")
 
 
-def test_low_confidence_result_suggests_another_model(nuclei: LiveServer, open_page: OpenPage) -> None:
+def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, open_page: OpenPage) -> None:
     page = open_page(nuclei)
     stack = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
     choose_file(page, as_tiff(stack, imagej=False, metadata=None))
@@ -98,6 +98,16 @@ def test_low_confidence_result_suggests_another_model(nuclei: LiveServer, open_p
     expect(page.locator("#side")).to_contain_text("membranes/1")
     assert nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]["model"] == "membranes"
     expect(page.locator("#settings")).to_contain_text("Cells in 3D stacks")
+    # The suggestion was followed. The first result does not offer it again, but recommends the better result.
+    page.go_back()
+    notes = page.get_by_role("list", name="Notes about this result")
+    expect(notes).to_contain_text("“Model: membranes” was tried: confidence ")
+    expect(suggestion).to_have_count(0)
+    expect(notes).to_contain_text("Another result of this stack has a higher confidence")
+    check_accessibility(page)
+    page.get_by_role("button", name="Show the better result").click()
+    expect(page.locator("#side")).to_contain_text("membranes/1")
+    expect(page.get_by_role("button", name="Show the better result")).to_have_count(0)
 
 
 def hold_requests(page: Page, url_pattern: str) -> Callable[[], None]:

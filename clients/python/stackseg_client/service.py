@@ -36,7 +36,7 @@ def local(
         models: names of the models to serve (empty: all), or the section `models` of the settings
         start_seconds: time limit for the start, after which the server is stopped
         settings: other sections of the settings, such as `device={"name": "cpu", "threads": 4}`, which are listed in
-            `configs/default.yaml` of StackSeg
+            `configs/default.yaml` of StackSeg. By default, jobs are stored in a temporary folder.
 
     The server is the program `stackseg` of the Python environment that runs this code. Raises ServiceNotStarted if the
     program is not installed, or does not start.
@@ -51,7 +51,8 @@ def local(
     with tempfile.TemporaryDirectory(prefix="stackseg-") as folder:
         # JSON is a subset of YAML.
         config, log = Path(folder, "config.yaml"), Path(folder, "server.log")
-        config.write_text(json.dumps({**settings, "models": model_settings}, default=str), encoding="utf-8")
+        content = {"jobs": {"folder": "temporary"}, **settings, "models": model_settings}
+        config.write_text(json.dumps(content, default=str), encoding="utf-8")
         # Options take precedence over environment variables, such as STACKSEG_SERVER__PORT.
         command = [program, "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
         with log.open("wb") as file:

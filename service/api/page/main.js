@@ -8,17 +8,18 @@ import { showFolderForm } from "./batch/folder_form.js";
 import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
-import { button, byId, element } from "./core/elements.js";
-import { formatBytes } from "./core/format.js";
+import { watchConnection } from "./core/connection.js";
+import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
-import { forgetJob, loadRecentJobs, rememberJob } from "./stack/recent_jobs.js";
+import { forgetJob, loadRecentJobs, markMissingJob, rememberJob } from "./stack/recent_jobs.js";
 import { Session } from "./stack/session.js";
 import { drawStartView } from "./stack/start_view.js";
+import { uploadWithProgress } from "./stack/upload_view.js";
 import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
@@ -38,6 +39,7 @@ const service = {
     training: false,
     training_problem: null,
     training_minutes: 0,
+    temporary_jobs: false,
     inputs: [],
     outputs: [],
   },
@@ -57,19 +59,8 @@ function showView(id, title) {
 
 /** Upload a file and open its stack. @param {Blob} file @param {string} name */
 async function openFile(file, name) {
-  const uploadAbort = new AbortController();
-  const progressBar = element("progress", { max: 1, "aria-label": "Upload" });
-  const progressText = element("p", { class: "muted", role: "status" }, formatBytes(file.size));
-  const cancelButton = button("Cancel", () => uploadAbort.abort(), "secondary");
-  const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancelButton];
-  byId("start").replaceChildren(element("section", { class: "drop" }, ...content));
-  /** @param {number} fraction */
-  const showProgress = (fraction) => {
-    progressBar.value = fraction;
-    progressText.textContent = `${formatBytes(file.size * fraction)} of ${formatBytes(file.size)}`;
-  };
   try {
-    const stack = await uploadStack(file, name, showProgress, uploadAbort.signal);
+    const stack = await uploadWithProgress(byId("start"), file, name);
     location.hash = `stack=${stack.id}`;
   } catch (error) {
     showStartView();
@@ -241,6 +232,11 @@ async function loadModels() {
   service.defaultModel = response.default;
 }
 
+/** Load what the caller may do, which can change if the service is restarted. */
+async function loadCapabilities() {
+  Object.assign(service.capabilities, await requestJson("limits"));
+}
+
 /** Cancels the requests of the current view when another view opens. */
 let viewAbort = new AbortController();
 
@@ -276,6 +272,7 @@ async function route() {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
+      if (kind === "job") markMissingJob(decodeURIComponent(id));
       showStartView();
       if (kind === "job" && (await offerCorrectionsOfMissingJob(id))) return;
     }
@@ -283,7 +280,7 @@ async function route() {
   }
 }
 
-/** Offer to export the corrected labels of a job that the service no longer stores. If the job has no corrections, remove it from the recent jobs. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
+/** Mark a job that the service no longer stores, and offer to export its corrected labels. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
 async function offerCorrectionsOfMissingJob(id) {
   const name = loadRecentJobs().find(({ job }) => job === id)?.name ?? "stack.tif";
   const forgetJobAndCorrections = () => {
@@ -291,20 +288,19 @@ async function offerCorrectionsOfMissingJob(id) {
     forgetCorrections(id);
     showStartView();
   };
-  const hasCorrections = await offerCorrections(id, name, forgetJobAndCorrections);
-  if (!hasCorrections) forgetJobAndCorrections();
-  return hasCorrections;
+  return offerCorrections(id, name, forgetJobAndCorrections);
 }
 
 async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
+  watchConnection(() => loadCapabilities().catch(() => undefined));
   const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
   /** @type {{name: string}[]} */
   const parameters = openapi.paths["/jobs"].post.parameters;
   service.parameterNames = new Set(parameters.map(({ name }) => name));
-  if (openapi.paths["/limits"]) service.capabilities = await requestJson("limits");
+  if (openapi.paths["/limits"]) await loadCapabilities();
   updateKeyButton(byId("key"));
   // Do not listen earlier: if the fragment changed during startup, `route` would open the same view twice.
   window.addEventListener("hashchange", route);

@@ -9,7 +9,13 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, get_identity
-from service.api.dependencies import RuntimeDependency, get_annotations, get_caller, get_trainings
+from service.api.dependencies import (
+    AsyncJobsDependency,
+    RuntimeDependency,
+    get_annotations,
+    get_caller,
+    get_trainings,
+)
 from service.api.messages.learning import CallerLimits
 from service.api.messages.models import report_models
 from service.api.messages.status import (
@@ -37,11 +43,11 @@ HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 
 @router.get("/limits", tags=["operation"])
-async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimits:
-    """Get the limits for annotated stacks, training and folders on the host.
+async def get_limits(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> CallerLimits:
+    """Get the limits for annotated stacks, training, jobs and folders on the host.
 
-    Reports the quota for annotated stacks, whether the caller may train models, and the names of the folders on the
-    host that the caller may use.
+    Reports the quota for annotated stacks, whether the caller may train models, whether jobs survive a restart, and the
+    names of the folders on the host that the caller may use.
     """
     quota = runtime.settings.annotations.quota_bytes
     problem: str | None = None
@@ -57,6 +63,7 @@ async def get_limits(request: Request, runtime: RuntimeDependency) -> CallerLimi
         training=problem is None,
         training_problem=problem,
         training_minutes=runtime.settings.trainings.minutes,
+        temporary_jobs=async_jobs.is_temporary,
         inputs=inputs,
         outputs=outputs,
     )

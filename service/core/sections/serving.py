@@ -103,7 +103,8 @@ class References(Section):
 class Jobs(Section):
     """Asynchronous jobs and uploaded stacks.
 
-    folder        folder for inputs, job states and results; None: a folder in the scratch folder, deleted at exit
+    folder        folder for inputs, job states and results; None: `stackseg/jobs` in the user's state folder, or a
+                  temporary folder if that cannot be used; temporary: a folder in the scratch folder, deleted at exit
     quota_bytes   disk quota for inputs and results; if it is exceeded, the oldest results of the API key with the
                   largest usage are deleted
     keep_hours    how long a job and its result are stored after the job has finished, and a stack after its last use
@@ -112,7 +113,7 @@ class Jobs(Section):
                   the API key with the largest usage are deleted
     """
 
-    folder: Path | None = None
+    folder: Path | Literal["temporary"] | None = None
     quota_bytes: PositiveInt = 64 * 2**30
     keep_hours: PositiveFloat = 168.0
     attempts: PositiveInt = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, JobNotFinished, NotReady, ResultUnavailable
+from service.core.errors import BadParameter, ConfigError, JobNotFinished, NotReady, ResultUnavailable
 from service.core.types import CancellationCheck, Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
@@ -51,8 +51,11 @@ class JobManager:
         self.stacks: StackStore
         # None until `start` is called, unless the folder is configured.
         self._folder: Path | None = None
-        if settings.jobs.folder is not None:
-            self._store = self._open_store(settings.jobs.folder)
+        if isinstance(settings.jobs.folder, Path):
+            self._folder = settings.jobs.folder
+            self._store = self._open_store(self._folder)
+        # Whether jobs and stacks are deleted when the service stops.
+        self.is_temporary = False
         self.runner: JobRunner
         self._problem: str | None = None
         self._last_cleanup = time.monotonic()
@@ -68,9 +71,8 @@ class JobManager:
     def start(self, runtime: Runtime) -> None:
         """Start the threads and resume unfinished jobs of an earlier process. Call this after starting the runtime."""
         self._runtime = runtime
-        self._folder = self._settings.jobs.folder or runtime.scratch.path
-        if self._settings.jobs.folder is None:
-            self._store = self._open_store(runtime.scratch.path / "jobs")
+        if self._folder is None:
+            self._folder = self._open_default_store(runtime.scratch.path / "jobs")
         # The volumes of deleted stacks and jobs would keep their disk space occupied.
         self.stacks.deletion_callbacks.append(runtime.volume_cache.discard)
         self._store.deletion_callbacks.append(runtime.volume_cache.discard)
@@ -266,6 +268,26 @@ class JobManager:
             return record
         failure, end_time = unrecorded_failure
         return replace(record, state="failed", failure=failure, ended=end_time)
+
+    def _open_default_store(self, temporary_folder: Path) -> Path:
+        """Open the store in the user's state folder or, if that cannot be used, in a temporary folder. Return it."""
+        folder, problem = self._settings.default_jobs_folder, "The user of the service has no home directory."
+        if folder is not None:
+            try:
+                self._store = self._open_store(folder)
+            except ConfigError as error:
+                problem = str(error)
+            else:
+                return folder
+        if self._settings.jobs.folder is None:
+            log.warning(
+                "%s Jobs are stored in a temporary folder, and their results will be deleted when the service stops."
+                " To keep them, set jobs.folder.",
+                problem,
+            )
+        self.is_temporary = True
+        self._store = self._open_store(temporary_folder)
+        return temporary_folder
 
     def _open_store(self, folder: Path) -> JobStore:
         jobs, access = self._settings.jobs, self._settings.access

@@ -243,8 +243,8 @@ def test_running_job_finishes_during_shutdown(bands_repository: Path, tmp_path: 
         assert datetime.fromisoformat(service.wait(waiting, "done")["started"]) >= stopped
 
 
-def test_without_a_jobs_folder_jobs_are_deleted_at_shutdown(bands_repository: Path, tmp_path: Path) -> None:
-    with start_service(bands_repository, tmp_path, jobs={}) as service:
+def test_jobs_in_a_temporary_folder_are_deleted_at_shutdown(bands_repository: Path, tmp_path: Path) -> None:
+    with start_service(bands_repository, tmp_path, jobs={"folder": "temporary"}) as service:
         job = service.run()
         assert service.result(job).status_code == 200
     assert list((tmp_path / "scratch").iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 import shutil
 import sqlite3
 import subprocess
@@ -232,3 +233,37 @@ def test_host_stack_is_segmented_to_a_host_file(tmp_path: Path) -> None:
     (figures,) = large.run([0.05], tmp_path)
     assert figures["shape"] == [6, *large.PLANE]
     assert figures["peak_anonymous_bytes"] > 0
+
+
+def test_jobs_are_kept_in_the_state_folder_by_default_and_a_second_service_says_that_its_jobs_are_temporary(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "second").mkdir()
+    with (
+        start_service(bands_repository, tmp_path, jobs={}) as first,
+        start_service(bands_repository, tmp_path / "second", jobs={}) as second,
+    ):
+        job = first.run()
+        assert "state/stackseg/jobs is in use by another service" in caplog.text
+        assert [service.client.get("/limits").json()["temporary_jobs"] for service in (first, second)] == [False, True]
+        assert second.client.get(f"/jobs/{job['id']}").status_code == 404
+        assert second.result(second.run()).status_code == 200
+    assert (tmp_path / "state" / "stackseg" / "jobs").stat().st_mode & 0o077 == 0
+    with start_service(bands_repository, tmp_path, jobs={}) as restarted:
+        assert restarted.result(job).status_code == 200
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null"])
+def test_user_without_a_home_directory_has_temporary_jobs(
+    bands_repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    if home is None:
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    else:
+        monkeypatch.setenv("HOME", home)
+    with start_service(bands_repository, tmp_path, jobs={}) as service:
+        assert service.client.get("/limits").json()["temporary_jobs"]
+        assert service.result(service.run()).status_code == 200

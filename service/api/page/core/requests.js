@@ -1,5 +1,6 @@
 /** Requests to the service that serves this page. No other host is contacted. */
 
+import { checkConnection, connection, PROGRESS_INTERVAL_MILLISECONDS } from "./connection.js";
 import { toPageTerms } from "./terminology.js";
 
 const API_KEY_STORAGE_KEY = "stackseg-key";
@@ -62,12 +63,30 @@ export async function request(path, options = {}) {
 /** Send a request without prompting for a key. Use this for requests that not every key is allowed to make. @param {string} path @param {RequestInit} [options] */
 export async function requestWithoutPrompt(path, options = {}) {
   const headers = { ...createKeyHeaders(), .../** @type {Record<string, string>} */ (options.headers) };
-  const response = await fetch(path, { ...options, headers }).catch((error) => {
+  const response = await fetchWhileConnected(path, { ...options, headers }).catch((error) => {
     if (options.signal?.aborted) throw error;
+    checkConnection();
     throw new Problem("unreachable", "The service did not respond. It may be restarting. Try again in a minute.", 0);
   });
   if (response.ok) return response;
   throw await readProblem(response);
+}
+
+/** Fetch a response. Check the connection if the response takes long. If the connection is lost, cancel requests that only read. @param {string} path @param {RequestInit} options */
+async function fetchWhileConnected(path, options) {
+  const [lostAbort, settledAbort] = [new AbortController(), new AbortController()];
+  const signal = options.signal ? AbortSignal.any([options.signal, lostAbort.signal]) : lostAbort.signal;
+  const isReading = (options.method ?? "GET") === "GET";
+  connection.subscribe(() => {
+    if (isReading && connection.state.lostAt) lostAbort.abort();
+  }, settledAbort.signal);
+  const timer = setInterval(checkConnection, PROGRESS_INTERVAL_MILLISECONDS);
+  try {
+    return await fetch(path, { ...options, signal });
+  } finally {
+    clearInterval(timer);
+    settledAbort.abort();
+  }
 }
 
 /** @param {Response} response */
@@ -108,11 +127,20 @@ export async function uploadStack(file, name, onprogress, signal) {
     xhr.setRequestHeader("Content-Type", "image/tiff");
     xhr.setRequestHeader("X-Filename", encodeURIComponent(name));
     for (const [header, value] of Object.entries(createKeyHeaders())) xhr.setRequestHeader(header, value);
-    xhr.upload.onprogress = (event) => onprogress(event.loaded / event.total);
+    let timer = setInterval(checkConnection, PROGRESS_INTERVAL_MILLISECONDS);
+    xhr.upload.onprogress = (event) => {
+      clearInterval(timer);
+      timer = setInterval(checkConnection, PROGRESS_INTERVAL_MILLISECONDS);
+      onprogress(event.loaded / event.total);
+    };
+    xhr.onloadend = () => clearInterval(timer);
     xhr.onload = () => resolve(xhr);
     xhr.onabort = () => reject(signal?.reason);
     signal?.addEventListener("abort", () => xhr.abort());
-    xhr.onerror = () => reject(new Problem("unreachable", "The upload was interrupted. Try again.", 0));
+    xhr.onerror = () => {
+      checkConnection();
+      reject(new Problem("unreachable", "The upload was interrupted. Try again.", 0));
+    };
     xhr.send(file);
   });
   const response = new Response(completedXhr.responseText || "{}", { status: completedXhr.status || 500 });

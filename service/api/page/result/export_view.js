@@ -9,9 +9,10 @@ import { buildQuery, request } from "../core/requests.js";
 /**
  * Create the content of the Export tab.
  * @param {Job} job @param {string} name file name of the stack @param {boolean} hasTable whether the result has a table of objects
+ * @param {boolean} isTemporary whether the service deletes results when it stops
  * @param {() => Promise<Blob>} takeScreenshot returns a PNG
  */
-export function createExportView(job, name, hasTable, takeScreenshot) {
+export function createExportView(job, name, hasTable, isTemporary, takeScreenshot) {
   const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const statusText = element("p", { class: "muted small", role: "status" });
   /** @param {string} text @param {string} mediaType @param {string} suffix */
@@ -49,7 +50,9 @@ export function createExportView(job, name, hasTable, takeScreenshot) {
       element(
         "p",
         { class: "muted small" },
-        `The service stores this result until ${formatDate(job.expires)} at the latest.`,
+        isTemporary
+          ? "The service deletes this result when it stops or restarts. Export what you need."
+          : `The service stores this result until ${formatDate(job.expires)}, or until its space is needed.`,
       ),
     element("h3", {}, "Repeat with a script"),
     ...Object.entries(createScripts(job, name || "stack.tif")).map(([language, text]) => createSnippet(language, text)),

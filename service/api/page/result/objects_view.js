@@ -14,7 +14,7 @@ const MARGIN_ROWS = 8;
 const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
   touching_border: "Border",
-  confidence: "Conf.",
+  confidence: "Prob.",
   time: "Time",
   track_id: "Track",
   parent: "Parent",

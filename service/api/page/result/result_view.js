@@ -1,12 +1,13 @@
 /** Result of a job: summary, notes, and the Objects, Export and Correct tabs. The result is linked to the views of the stack. */
 
-import { button, element, redraw } from "../core/elements.js";
+import { element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
-import { describeSetting, formatLengths, toPageTerms } from "../core/terminology.js";
+import { formatLengths } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { rememberJob } from "../stack/recent_jobs.js";
 import { describeResult, listResults } from "./compare_view.js";
 import { createExportView } from "./export_view.js";
+import { createNotes } from "./notes.js";
 import { ObjectsView } from "./objects_view.js";
 import { drawScreenshot } from "./screenshots.js";
 
@@ -15,10 +16,6 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
-const NOT_TRACKED_NOTE =
-  "Objects are numbered and colored separately at each time point: object 5 at one time point is not object 5 at the next. To track objects, select “Track objects over time” and segment again.";
-/** Maximum number of notes to show expanded. More notes would push the table of objects off the screen of a laptop. */
-const MAX_EXPANDED_NOTES = 2;
 const WITHOUT_CORRECTIONS_NOTE =
   "These files do not include your corrections. You can export the corrected labels on the Correct tab.";
 
@@ -27,16 +24,19 @@ const WITHOUT_CORRECTIONS_NOTE =
  * @param {HTMLElement} root
  * @param {{job: Job, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
  * @param {import("../volumes/object_table.js").Table | null} table
- * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal,
+ * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal, results: Job[],
  *   segmentWith: (changes: Record<string, string>) => Promise<void>, timeNavigation: TimeNavigation}} context
- *   `signal` ends the link to the views; `segmentWith` segments the stack again with changed parameters
+ *   `signal` ends the link to the views; `results` are all results of the stack; `segmentWith` segments the stack again with changed parameters
  */
-export function showResult(root, result, table, { viewer, capabilities, signal, segmentWith, timeNavigation }) {
+export function showResult(root, result, table, context) {
+  const { viewer, capabilities, signal, results, segmentWith, timeNavigation } = context;
   const { job, stack, name } = result;
   const objectsView = table && new ObjectsView(table);
   const countText =
     job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
-  const exportRoot = createExportView(job, name, objectsView !== null, () => drawScreenshot(viewer));
+  const exportRoot = createExportView(job, name, objectsView !== null, capabilities.temporary_jobs, () =>
+    drawScreenshot(viewer),
+  );
   const correctView =
     job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
   const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);
@@ -96,7 +96,7 @@ export function showResult(root, result, table, { viewer, capabilities, signal, 
       resultSwitcher.root,
       summary,
       element("p", { class: "muted small" }, describeJob(job).join(" · ")),
-      createNotes(job, stack ? segmentWith : null),
+      createNotes(job, results, stack ? segmentWith : null),
       ...tabElements,
     ),
   );
@@ -191,48 +191,6 @@ function describeJob(job) {
   const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)}%`] : [];
   const diameter = job.diameter ? [formatLengths(job.diameter).replace("; ", ", ")] : [];
   return [job.model, ...diameter, ...confidence, `${formatNumber(seconds, 2)} s`];
-}
-
-/**
- * Create the list of warnings and notes.
- * @param {Job} job
- * @param {((changes: Record<string, string>) => Promise<void>) | null} segmentWith null if the stack is no longer stored
- */
-function createNotes(job, segmentWith) {
-  const lowConfidence = /** @type {{detail: string, try: string} | null} */ (job.doubt);
-  const warning = lowConfidence ? toPageTerms(lowConfidence.detail) : "";
-  const [parameter, value] = lowConfidence?.try.split("=") ?? [];
-  const suggestion = segmentWith !== null && value && { [parameter]: value };
-  const trackingNote = job.time_points && !job.parameters.link && job.objects !== null ? [NOT_TRACKED_NOTE] : [];
-  const notes = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
-  return (
-    (warning || notes.length > 0) &&
-    element(
-      "ul",
-      { class: "notes", "aria-label": "Notes about this result" },
-      warning &&
-        element(
-          "li",
-          { class: "warning" },
-          element("p", {}, warning),
-          suggestion && button(`Try ${describeSetting(parameter, value)}`, () => segmentWith(suggestion)),
-        ),
-      ...(notes.length > MAX_EXPANDED_NOTES
-        ? [
-            element(
-              "li",
-              {},
-              element("details", {}, element("summary", {}, formatCount(notes.length, "note")), createNoteList(notes)),
-            ),
-          ]
-        : notes.map((note) => element("li", {}, note))),
-    )
-  );
-}
-
-/** @param {string[]} notes */
-function createNoteList(notes) {
-  return element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, note)));
 }
 
 /**

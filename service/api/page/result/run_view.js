@@ -1,20 +1,28 @@
-/** Progress of a job: its state, the remaining time, and a button that cancels the job. */
+/** A running job: its state as the service reports it, the remaining time, and a button that cancels the job. */
 
-import { button, element } from "../core/elements.js";
+import { checkConnection, connection, formatTime, waitForConnection } from "../core/connection.js";
+import { element } from "../core/elements.js";
 import { formatCount, formatDuration } from "../core/format.js";
-import { request, requestJson } from "../core/requests.js";
+import { Problem, request, requestJson } from "../core/requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
 const POLL_INTERVAL_MILLISECONDS = 400;
+/** HTTP statuses after which a request is repeated: no response, rate limit, and responses of a proxy or of a service that is starting. */
+const TEMPORARY_STATUSES = [0, 429, 502, 503, 504];
 
 /** @param {string} state */
 export function isFinished(state) {
   return ["done", "failed", "cancelled", "expired"].includes(state);
 }
 
+/** @param {unknown} error @returns {boolean} whether the request may succeed if it is repeated */
+function isTemporary(error) {
+  return error instanceof Problem && TEMPORARY_STATUSES.includes(error.status);
+}
+
 /**
- * Poll a job until it is finished. If the service does not respond, keep trying, because the service may be restarting.
+ * Poll a job until it is finished. If the service does not respond, wait until it does, because it may be restarting.
  * @param {string} id @param {AbortSignal} signal @param {(job: Job) => void} onpoll called with each report
  * @returns {Promise<Job>}
  */
@@ -26,56 +34,127 @@ export async function pollJob(id, signal, onpoll) {
       onpoll(job);
       if (isFinished(job.state)) return job;
     } catch (error) {
-      if (/** @type {{status?: number}} */ (error).status !== 0) throw error;
+      if (!isTemporary(error)) throw error;
+      await waitForConnection(signal);
     }
-    await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
+    await delay();
     signal.throwIfAborted();
   }
 }
 
+/** Submit a job. If the service does not respond, submit it again, which does not create a second job. @param {string} query @returns {Promise<Job>} */
+export async function createJob(query) {
+  // `crypto.randomUUID` does not exist on pages without HTTPS.
+  const key = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0"));
+  const headers = { "Idempotency-Key": key.join("") };
+  for (;;) {
+    try {
+      return await requestJson(`jobs?${query}`, { method: "POST", headers });
+    } catch (error) {
+      if (!(error instanceof Problem) || error.status !== 0) throw error;
+      await checkConnection();
+      await delay();
+    }
+  }
+}
+
+/** Cancel a job. If the service does not respond, cancel it as soon as the service responds. @param {string} id */
+export async function cancelJob(id) {
+  for (;;) {
+    try {
+      await request(`jobs/${id}`, { method: "DELETE" });
+      return;
+    } catch (error) {
+      if (error instanceof Problem && error.status === 404) return;
+      if (!isTemporary(error)) throw error;
+      await checkConnection();
+      await delay();
+    }
+  }
+}
+
+function delay() {
+  return new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
+}
+
 /** The progress bar and the descriptions of an unfinished job. */
 export class ProgressView {
-  /** @param {HTMLElement} root @param {string} id */
-  constructor(root, id) {
+  /**
+   * @param {HTMLElement} root @param {boolean} isTemporary whether the service deletes its jobs when it stops
+   * @param {AbortSignal} signal ends the view @param {() => void} oncancel called when the user cancels the job
+   */
+  constructor(root, isTemporary, signal, oncancel) {
+    this.isCanceling = false;
+    /** The last report, null before the first one. @type {Job | null} */
+    this.job = null;
+    this.reportedAt = new Date();
+    this.heading = element("h2", {}, "Segmenting");
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the job" });
-    this.stateText = element("p", { class: "big", role: "status" }, "Sending the request");
+    this.stateText = element("p", { class: "big", role: "status" });
     this.detailText = element("p", { class: "muted" });
-    const cancelButton = button(
-      "Cancel",
-      async () => {
-        cancelButton.disabled = true;
-        await request(`jobs/${id}`, { method: "DELETE" }).catch(() => undefined);
-      },
-      "secondary",
+    this.leaveText = element(
+      "p",
+      { class: "muted small" },
+      `You can leave this page. The job continues${isTemporary ? " as long as the service runs" : ""}, and the start screen lists it.`,
     );
+    const onclick = () => {
+      this.isCanceling = this.cancelButton.disabled = true;
+      this.#update();
+      oncancel();
+    };
+    this.cancelButton = element("button", { type: "button", class: "secondary", onclick }, "Cancel");
+    const { heading, stateText, progressBar, detailText, leaveText, cancelButton } = this;
     root.replaceChildren(
-      element(
-        "div",
-        { class: "run" },
-        element("h2", {}, "Segmenting"),
-        this.stateText,
-        this.progressBar,
-        this.detailText,
-        element(
-          "p",
-          { class: "muted small" },
-          "You can leave this page. The job continues, and the start screen lists it.",
-        ),
-        cancelButton,
-      ),
+      element("div", { class: "run" }, heading, stateText, progressBar, detailText, leaveText, cancelButton),
     );
+    connection.subscribe(() => this.#update(), signal);
+    this.#update();
   }
 
   /** @param {Job} job */
   show(job) {
-    const { done, total } = job.progress;
-    if (job.state === "running" && total) this.progressBar.value = Math.min(done / total, 1);
-    else this.progressBar.removeAttribute("value");
-    this.stateText.textContent = describeState(job);
-    const remainingText = job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
-    const percentText = total ? `${Math.floor((100 * done) / total)}% done` : "";
-    this.detailText.textContent = [job.state === "running" && percentText, remainingText].filter(Boolean).join(", ");
+    this.job = job;
+    this.reportedAt = new Date();
+    this.#update();
   }
+
+  #update() {
+    const isLost = connection.state.lostAt !== null;
+    this.heading.textContent = isLost ? "Connection lost" : "Segmenting";
+    this.leaveText.hidden = isLost || this.isCanceling || this.job === null;
+    this.progressBar.hidden = isLost;
+    if (isLost) this.#showLostConnection();
+    else this.#showReport();
+  }
+
+  /** Show the last report as such, because the service may have stopped since. */
+  #showLostConnection() {
+    const { job, isCanceling, reportedAt } = this;
+    this.stateText.textContent = "The service does not respond";
+    const lastReport = job
+      ? `Last report at ${formatTime(reportedAt)}: ${[describeState(job), describePercentage(job)].filter(Boolean).join(", ")}.`
+      : "The request may not have arrived.";
+    const nextStep = isCanceling
+      ? "The job is canceled as soon as the service responds. Keep this page open until then."
+      : "This page reconnects automatically, and then shows the state of the job.";
+    this.detailText.textContent = `${lastReport} ${nextStep}`;
+  }
+
+  #showReport() {
+    const { job } = this;
+    const { done, total } = job?.progress ?? { done: 0, total: 0 };
+    if (job?.state === "running" && total) this.progressBar.value = Math.min(done / total, 1);
+    else this.progressBar.removeAttribute("value");
+    const stateText = job ? describeState(job) : "Sending the request";
+    this.stateText.textContent = this.isCanceling ? "Canceling" : stateText;
+    const remainingText = job === null || job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
+    this.detailText.textContent = [job && describePercentage(job), remainingText].filter(Boolean).join(", ");
+  }
+}
+
+/** @param {Job} job @returns {string} "" unless the job is running */
+function describePercentage({ state, progress: { done, total } }) {
+  return state === "running" && total ? `${Math.floor((100 * done) / total)}% done` : "";
 }
 
 /** @param {Job} job */

@@ -1,19 +1,26 @@
 /** The open stack with its metadata, its jobs, and the displayed planes and time point. */
 
+import { waitForConnection } from "../core/connection.js";
 import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
+import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
-import { ProgressView, pollJob } from "../result/run_view.js";
+import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
-import { createChecklist, createFailureExplanation, createUnreadableStackExplanation } from "./guidance.js";
-import { rememberJob } from "./recent_jobs.js";
+import {
+  createChecklist,
+  createFailureExplanation,
+  createMissingJobExplanation,
+  createUnreadableStackExplanation,
+} from "./guidance.js";
+import { markMissingJob, rememberJob } from "./recent_jobs.js";
 import { SettingsView } from "./settings_view.js";
 import { TimeSlider } from "./time_slider.js";
 
@@ -116,11 +123,20 @@ export class Session {
     } catch (error) {
       if (signal.aborted) return;
       if (!(error instanceof Problem)) throw error;
+      if (error.status === 0) return this.#inspectAfterReconnection(signal);
+      if (error.slug === "unknown-stack") return this.settings.showMissingStack();
       this.settings.showProblem(error);
       if (getScene(parameters) !== this.inspectedScene) this.#hidePlanes();
       this.isUnreadable = !this.displayedPlaneParametersJson;
       if (this.isUnreadable) this.sidePanel.replaceChildren(createUnreadableStackExplanation(error));
     }
+  }
+
+  /** Wait until the service responds, and inspect the stack again. @param {AbortSignal} signal */
+  async #inspectAfterReconnection(signal) {
+    this.settings.runButton.disabled = true;
+    await waitForConnection(signal).catch(() => undefined);
+    if (!signal.aborted) this.inspectLater();
   }
 
   /** Hide the planes, because another scene is selected. */
@@ -265,54 +281,101 @@ export class Session {
 
   /** Submit a job with the current settings, and follow the job. */
   async submitJob() {
-    const { settings, stackId, name } = this;
+    const { settings, sidePanel } = this;
+    const earlierPanel = [...sidePanel.children];
+    let isCanceled = false;
+    const submissionAbort = new AbortController();
     settings.runButton.disabled = true;
-    const measurements = this.inspection?.output === "labels" ? "zip" : "";
-    const query = buildQuery({ ...settings.parameters, stack: stackId, measurements });
+    this.#createProgressView(submissionAbort.signal, () => {
+      isCanceled = true;
+      settings.runButton.disabled = settings.isStackMissing;
+      sidePanel.replaceChildren(...earlierPanel);
+    });
     try {
-      /** @type {Job} */
-      const job = await requestJson(`jobs?${query}`, { method: "POST" });
-      const { model: _, ...otherParameters } = settings.parameters;
-      const descriptions = Object.entries(otherParameters).flatMap(([parameter, value]) =>
-        value ? [describeSetting(parameter, value)] : [],
-      );
-      const thumbnail = drawThumbnail(this.viewer);
-      rememberJob({
-        job: job.id,
-        stack: stackId,
-        name,
-        model: job.model,
-        parameters: descriptions.join(", "),
-        thumbnail,
-      });
-      // The user may have selected another scene in the meantime.
-      if (getScene(job.parameters) !== getScene(settings.parameters)) return;
+      const job = await this.#createJob();
+      // The user canceled the job before the service accepted it.
+      if (isCanceled) return await cancelJob(job.id);
+      // The user may have left the stack or selected another scene in the meantime.
+      if (this.sessionAbort.signal.aborted) return;
+      if (getScene(job.parameters) !== getScene(settings.parameters)) {
+        sidePanel.replaceChildren(createChecklist());
+        return;
+      }
       history.pushState(null, "", `#job=${job.id}`);
       await this.followJob(job.id);
     } catch (error) {
-      this.showError(error);
+      if (!isCanceled) sidePanel.replaceChildren(...earlierPanel);
+      if (error instanceof Problem && error.slug === "unknown-stack") settings.showMissingStack();
+      else if (!isCanceled) this.showError(error);
     } finally {
-      settings.runButton.disabled = false;
+      submissionAbort.abort();
+      settings.runButton.disabled = settings.isStackMissing;
     }
+  }
+
+  /** Create a job with the current settings, and add it to the recent jobs. @returns {Promise<Job>} */
+  async #createJob() {
+    const { settings, stackId, name } = this;
+    const measurements = this.inspection?.output === "labels" ? "zip" : "";
+    const thumbnail = drawThumbnail(this.viewer);
+    const { model: _, ...otherParameters } = settings.parameters;
+    const descriptions = Object.entries(otherParameters).flatMap(([parameter, value]) =>
+      value ? [describeSetting(parameter, value)] : [],
+    );
+    const job = await createJob(buildQuery({ ...settings.parameters, stack: stackId, measurements }));
+    const parameters = descriptions.join(", ");
+    rememberJob({ job: job.id, stack: stackId, name, model: job.model, parameters, thumbnail });
+    return job;
+  }
+
+  /** @param {AbortSignal} signal ends the view @param {() => void} oncancel */
+  #createProgressView(signal, oncancel) {
+    return new ProgressView(this.sidePanel, this.service.capabilities.temporary_jobs, signal, oncancel);
   }
 
   /** Show the progress of a job, and then its result. @param {string} id */
   async followJob(id) {
     const { sidePanel } = this;
-    const progressView = new ProgressView(sidePanel, id);
     this.segmentedScene = getScene(this.settings.parameters);
     this.job = null;
     this.viewer.setLabels(null);
     this.jobAbort.abort();
     this.jobAbort = new AbortController();
+    const { signal } = this.jobAbort;
+    const viewAbort = new AbortController();
+    const progressView = this.#createProgressView(AbortSignal.any([signal, viewAbort.signal]), () =>
+      cancelJob(id).catch(this.showError),
+    );
     try {
-      const job = await pollJob(id, this.jobAbort.signal, (report) => progressView.show(report));
+      const job = await pollJob(id, signal, (report) => progressView.show(report));
+      viewAbort.abort();
       rememberJob({ job: id, objects: job.objects, model: job.model, created: job.created });
       if (job.state === "done") await this.showResult(job);
       else sidePanel.replaceChildren(createFailureExplanation(job));
     } catch (error) {
-      if (!isAbort(error)) throw error;
+      if (error instanceof Problem && error.status === 404) await this.#showMissingJob(id, progressView.isCanceling);
+      else if (!isAbort(error)) throw error;
+    } finally {
+      viewAbort.abort();
     }
+  }
+
+  /** Show that the service no longer has a job, for example because it was restarted. @param {string} id @param {boolean} isCanceled whether the user has canceled the job */
+  async #showMissingJob(id, isCanceled) {
+    const { sidePanel, stackId, settings } = this;
+    markMissingJob(id);
+    history.replaceState(null, "", `#stack=${stackId}`);
+    const isStackMissing = await requestJson(`stacks/${stackId}`).then(
+      () => false,
+      (error) => error instanceof Problem && error.status === 404,
+    );
+    if (isStackMissing) settings.showMissingStack();
+    const isTemporary = this.service.capabilities.temporary_jobs;
+    sidePanel.replaceChildren(
+      isCanceled
+        ? createFailureExplanation({ state: "cancelled" })
+        : createMissingJobExplanation(isTemporary, isStackMissing),
+    );
   }
 
   /** @param {Job} job */
@@ -320,7 +383,10 @@ export class Session {
     const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
-    const table = job.parameters.measurements === "zip" ? await fetchTable(job, signal) : null;
+    const [table, results] = await Promise.all([
+      job.parameters.measurements === "zip" ? fetchTable(job, signal) : null,
+      stackId ? fetchResults(stackId, signal) : [],
+    ]);
     await this.#showLabels(job);
     viewer.fetchStatus.textContent = "";
     const segmentWith = async (/** @type {Record<string, string>} */ changes) => {
@@ -338,6 +404,7 @@ export class Session {
       viewer,
       capabilities,
       signal,
+      results,
       segmentWith,
       timeNavigation,
     });

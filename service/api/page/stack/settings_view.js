@@ -48,14 +48,19 @@ const ADVANCED_OPTIONS = [
   { name: "skip_below", title: SETTING_TITLES.skip_below, placeholder: "auto, none, or a gray value" },
 ];
 
+const TEMPORARY_JOBS_NOTE =
+  "This service deletes stacks and results when it stops or restarts. Export the results that you need.";
+
 /** Panel that dispatches `change` when a setting has changed, and `run` when the user presses Segment. */
 export class SettingsView extends EventTarget {
   /**
    * @param {HTMLElement} root
-   * @param {{models: Model[], defaultModel: string | null, parameterNames: Set<string>}} service
+   * @param {{models: Model[], defaultModel: string | null, parameterNames: Set<string>, capabilities: {temporary_jobs: boolean}}} service
    */
-  constructor(root, { models, defaultModel, parameterNames }) {
+  constructor(root, { models, defaultModel, parameterNames, capabilities }) {
     super();
+    /** Whether the service no longer stores the stack. */
+    this.isStackMissing = false;
     this.supportedParameters = parameterNames;
     /** @type {Map<string, HTMLInputElement | HTMLSelectElement>} */
     this.optionControls = new Map();
@@ -75,7 +80,13 @@ export class SettingsView extends EventTarget {
       this.properties,
       this.notes,
       this.controls,
-      element("div", { class: "run-box" }, this.estimateText, this.runButton),
+      element(
+        "div",
+        { class: "run-box" },
+        this.estimateText,
+        this.runButton,
+        capabilities.temporary_jobs && element("p", { class: "muted small" }, TEMPORARY_JOBS_NOTE),
+      ),
     );
     this.settings = this.#createSettings();
     this.metadata = new MetadataControls(this.models, (changes) => this.#changeParameters(changes));
@@ -186,7 +197,7 @@ export class SettingsView extends EventTarget {
 
   /** Show that the service no longer stores the stack of a job. */
   showMissingStack() {
-    this.runButton.disabled = true;
+    this.isStackMissing = this.runButton.disabled = true;
     this.controls.hidden = true;
     this.estimateText.textContent =
       "This stack is no longer stored on the server, so only its labels are shown. To segment it again, open the file again.";

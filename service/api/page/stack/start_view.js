@@ -4,7 +4,14 @@ import { acceptDrops, selectChosenFiles } from "../batch/collect_files.js";
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { describeObjectCount, forgetJob, loadRecentJobs } from "./recent_jobs.js";
+import {
+  describeObjectCount,
+  describeState,
+  fetchReports,
+  forgetJob,
+  loadRecentJobs,
+  rememberJob,
+} from "./recent_jobs.js";
 
 /**
  * Draw the start screen.
@@ -83,11 +90,17 @@ function createSteps() {
   );
 }
 
+/** Describe the model and the age of a job, or say that the service no longer stores it. @param {import("./recent_jobs.js").RecentJob} entry */
+function describeOrigin({ model, created, isMissing }) {
+  return `${model} · ${isMissing ? "no longer stored on the server" : formatAge(created)}`;
+}
+
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
 function createRecentJobsSection(jobs, openJob, onchange) {
   const countElements = jobs.map((entry) =>
     element("span", { class: "muted" }, entry.objects === null ? "no result yet" : describeObjectCount(entry)),
   );
+  const detailElements = jobs.map((entry) => element("span", { class: "muted" }, describeOrigin(entry)));
   /** Number of corrections by job id. @type {Map<string, number>} */
   const correctionCounts = new Map();
   correctionStore.countAllCorrections().then((counts) => {
@@ -100,6 +113,21 @@ function createRecentJobsSection(jobs, openJob, onchange) {
       if (count) countElements[index].append(` · ${formatCount(count, "correction")}`);
     }
   });
+  const showStates = async () => {
+    const reports = await fetchReports(jobs);
+    for (const [index, entry] of jobs.entries()) {
+      const report = reports.get(entry.job) ?? null;
+      const isMissing = report === null;
+      if (isMissing !== Boolean(entry.isMissing)) rememberJob({ job: entry.job, isMissing });
+      // The text after this node is the number of corrections.
+      const countText = countElements[index].firstChild;
+      if (countText && report) countText.textContent = describeState(entry, report);
+      detailElements[index].textContent = describeOrigin({ ...entry, isMissing });
+      countElements[index].closest("li")?.classList.toggle("missing", isMissing);
+    }
+  };
+  // If the service does not respond, the list shows what is known about the jobs.
+  showStates().catch(() => undefined);
   /** @param {import("./recent_jobs.js").RecentJob} entry */
   const removeEntry = async ({ job, name }) => {
     const count = correctionCounts.get(job);
@@ -118,7 +146,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
       ...jobs.map((entry, index) =>
         element(
           "li",
-          {},
+          { class: entry.isMissing ? "missing" : "" },
           element(
             "button",
             { type: "button", class: "recent-job", onclick: () => openJob(entry.job) },
@@ -130,7 +158,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
               { class: "recent-text" },
               element("strong", {}, entry.name || "Stack"),
               countElements[index],
-              element("span", { class: "muted" }, `${entry.model} · ${formatAge(entry.created)}`),
+              detailElements[index],
             ),
           ),
           element(
