@@ -17,14 +17,16 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
+from numpy.typing import NDArray
 from PIL import Image
 from playwright.sync_api import Page, ViewportSize, expect, sync_playwright
 
 from service.core.types import Segmentation, Selection
-from service.formats import stack_reader, thumbnail
+from service.formats import stack_reader, writers
 
 ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -38,7 +40,7 @@ def draw_models() -> None:
     for folder in sorted((ROOT / "models").iterdir()):
         volume = stack_reader.read(folder / "sample.tif", Selection(), MAX_PIXEL_BYTES, None)
         labels = stack_reader.read(folder / "expected.tif", Selection(), MAX_PIXEL_BYTES, None).read_all()[0]
-        save_png(thumbnail.draw(volume, Segmentation(labels, "labels")), folder / "example.png")
+        save_png(writers.draw_thumbnail(volume, Segmentation(labels, "labels")), folder / "example.png")
 
 
 def save_png(picture: bytes, path: Path) -> None:
@@ -114,6 +116,31 @@ def draw_ambiguous_stack(page: Page) -> None:
     save_png(page.screenshot(), IMAGES / "ambiguous.png")
 
 
+def draw_batch(page: Page) -> None:
+    """Segment parts of the samples as a batch, together with a truncated file, and capture the list."""
+    nuclei, embryos = (tifffile.imread(ROOT / "models" / name / "sample.tif") for name in ("nuclei", "embryos"))
+    contents = {
+        "control_01.tif": encode_stack(nuclei[8:40, :128, :128]),
+        "control_02.tif": encode_stack(nuclei[8:40, 64:, 64:]),
+        "treated_01.tif": encode_stack(nuclei[8:40, 64:, :128])[:400_000],
+        "treated_02.tif": encode_stack(embryos[:32, :128, :128]),
+    }
+    files = [{"name": name, "mimeType": "image/tiff", "buffer": content} for name, content in contents.items()]
+    page.set_input_files("#file", files)
+    page.get_by_role("button", name="Segment 3 stacks").click()
+    expect(page.locator(".batch-list [data-phase=done]")).to_have_count(3)
+    page.wait_for_timeout(3000)
+    save_png(page.screenshot(), IMAGES / "batch.png")
+
+
+def encode_stack(pixels: NDArray[Any]) -> bytes:
+    """Return an ImageJ hyperstack with voxels of 0.5 x 0.2 x 0.2 um."""
+    file = io.BytesIO()
+    metadata = {"axes": "ZYX", "spacing": 0.5, "unit": "um"}
+    tifffile.imwrite(file, pixels, imagej=True, metadata=metadata, resolution=(5.0, 5.0))
+    return file.getvalue()
+
+
 def run_segmentation(page: Page) -> None:
     """Press "Segment" and wait for the result."""
     page.get_by_role("button", name="Segment", exact=True).click()
@@ -133,6 +160,8 @@ def draw_page() -> None:
         draw_comparison(page)
         page.goto(address)
         draw_ambiguous_stack(page)
+        page.goto(address)
+        draw_batch(page)
         browser.close()
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import tifffile
-from browsing import TIMEOUT_SECONDS, OpenPage, check_accessibility
+from browsing import TIMEOUT_SECONDS, OpenPage, check_accessibility, press_segment
 from fakes import FakeSegmenter, wait_until
 from live import STACK, LiveServer, as_tiff, eager_settings, serve
 from paths import ROOT
 from playwright.sync_api import Locator, Page, Route, expect
+from zarr_files import write_zarr
 
 # Drops files on the page. Each file has a name and its content in hexadecimal digits.
 DROP = """files => {
@@ -57,11 +58,12 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     for name, content in contents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+    write_zarr(folder / "c.ome.zarr", crop[:, :48, :48], version="0.4")
     page = open_page(nuclei, accept_downloads=True)
     page.locator("#folder").set_input_files(folder)
 
     expect(page.locator("#title")).to_have_text("embryos")
-    expect(page.locator(".batch-list > li")).to_have_count(7)
+    expect(page.locator(".batch-list > li")).to_have_count(8)
     left_out = page.locator(".batch-skipped li")
     expect(left_out).to_have_count(3)
     expect(left_out.filter(has_text="empty.tif")).to_contain_text("The file is empty")
@@ -69,7 +71,7 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     expect(find_row(page, "truncated.tif")).to_contain_text("truncated or damaged")
     expect(find_row(page, "movie.ome.zarr")).to_contain_text("Cannot be segmented")
     expect(find_row(page, "no voxel size.tif")).to_contain_text("voxel size unknown")
-    expect(page.locator(".batch-picture img")).to_have_count(4)
+    expect(page.locator(".batch-picture img")).to_have_count(5)
     check_accessibility(page)
     page.get_by_role("button", name="Settings: unnamed axis.tif").click()
     page.get_by_role("button", name="CZYX", exact=True).click()
@@ -78,14 +80,15 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     page.get_by_role("button", name="Close").click()
     settings = page.get_by_role("region", name="Settings for all stacks")
     settings.get_by_label("Channel to segment").select_option("0")
+    settings.get_by_label("How the object diameter is determined").select_option("none")
     for axis, length in (("x", "0.2"), ("y", "0.2"), ("z", "0.5")):
         settings.get_by_label(f"Voxel size along {axis}").fill(length)
         settings.get_by_label(f"Voxel size along {axis}").press("Tab")
     expect(find_row(page, "no voxel size.tif")).to_contain_text("0.2 × 0.2 × 0.5 µm")
-    page.get_by_role("button", name="Segment 5 stacks").click()
-    expect(page.get_by_role("status").first).to_contain_text("5 of 7 stacks segmented")
+    page.get_by_role("button", name="Segment 6 stacks").click()
+    expect(page.get_by_role("status").first).to_contain_text("6 of 8 stacks segmented")
     expect(page.get_by_role("status").first).to_contain_text("2 failed")
-    expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(5)
+    expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(6)
     check_accessibility(page)
     check_files(page, nuclei, contents)
     check_return_to_batch(page)
@@ -99,21 +102,21 @@ def check_files(page: Page, nuclei: LiveServer, contents: dict[str, bytes]) -> N
     with zipfile.ZipFile(download_info.value.path()) as archive:
         assert archive.testzip() is None
         names = archive.namelist()
-        assert len(names) == 7
+        assert len(names) == 8
         labels = tifffile.imread(io.BytesIO(archive.read("labels/day 2/b_labels.ome.tif")))
         table = list(csv.DictReader(io.StringIO(archive.read("objects.csv").decode())))
         report = archive.read("report.html").decode()
-    response = nuclei.segment(contents["day 2/b.tif"])
+    response = nuclei.segment(contents["day 2/b.tif"], diameter="none")
     assert np.array_equal(labels, tifffile.imread(io.BytesIO(response.content)))
     rows = [row for row in table if row["stack"] == "day 2/b.tif"]
     assert [int(row["label"]) for row in rows] == list(range(1, int(labels.max()) + 1))
     assert [int(row["num_pixels"]) for row in rows] == np.bincount(labels.ravel())[1:].tolist()
     assert {row["unit"] for row in table} == {"um"}
-    stacks = {"a.tif", "day 2/b.tif", "no voxel size.tif", "channels.tif", "unnamed axis.tif"}
+    stacks = {"a.tif", "day 2/b.tif", "c.ome.zarr", "no voxel size.tif", "channels.tif", "unnamed axis.tif"}
     assert {row["stack"] for row in table} == stacks
     # Stacks with one channel and with several channels have different columns.
     assert [row["intensity_mean"] == "" for row in table] == [row["intensity_mean-1"] != "" for row in table]
-    assert "5 of 7 stacks" in report
+    assert "6 of 8 stacks" in report
     assert all(name in report for name in contents if not name.startswith("movie"))
 
 
@@ -125,9 +128,20 @@ def check_return_to_batch(page: Page) -> None:
     expect(page.locator("#summary")).to_contain_text(str(objects))
     page.reload()
     page.get_by_role("link", name="Back to the batch").click()
-    expect(find_row(page, "b.tif")).to_contain_text(str(objects))
+    expect(row).to_contain_text(str(objects))
+    row.get_by_role("button", name="Open").click()
+    settings = page.locator("#settings")
+    settings.get_by_text("More settings").click()
+    settings.get_by_label("Minimum object size").fill("100000")
+    settings.get_by_label("Minimum object size").press("Tab")
+    press_segment(page)
+    expect(page.locator("#summary")).to_contain_text("No objects")
+    page.get_by_role("link", name="Back to the batch").click()
+    row.get_by_role("button", name="Use the newer result").click()
+    expect(row).to_contain_text("Own settings: Minimum object size: 100000")
+    expect(row.locator("strong").filter(has_text="objects")).to_have_text("0 objects")
     page.get_by_role("button", name="New stack").click()
-    expect(page.locator(".batches")).to_contain_text("5 of 7 stacks segmented")
+    expect(page.locator(".batches")).to_contain_text("6 of 8 stacks segmented")
     check_accessibility(page)
 
 
@@ -205,7 +219,7 @@ def test_reloaded_batch_continues_with_files_that_are_chosen_again(fake: LiveSer
     expect(find_row(page, "a.tif")).to_have_attribute("data-phase", "done")
     expect(find_row(page, "b.tif")).to_have_attribute("data-phase", "missing")
     file = {"name": "b.tif", "mimeType": "image/tiff", "buffer": STACK}
-    page.get_by_label("More files for this batch").set_input_files([file])  # type: ignore[list-item]
+    page.get_by_label("More files for this batch").set_input_files([file])
     expect(find_row(page, "b.tif")).to_have_attribute("data-phase", "done")
 
 
