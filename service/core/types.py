@@ -219,6 +219,9 @@ class Description:
                      can be read
     scenes           names of the images in the file, "" for an image without a name; empty if the file has only one
     example_scene    index of the described scene, if one of the scenes has to be selected and none is; otherwise None
+    partial_voxel_size
+                     known parts of an incomplete voxel size along (z, y, x), None along the other axes; None if the
+                     voxel size is complete or completely unknown
     """
 
     container: str
@@ -237,6 +240,7 @@ class Description:
     colours: tuple[str, ...] = ()
     scenes: tuple[str, ...] = ()
     example_scene: int | None = None
+    partial_voxel_size: tuple[float | None, float | None, float | None] | None = None
 
     @property
     def volume_count(self) -> int:

@@ -156,4 +156,5 @@ class OpenStack(ABC):
             problem=str(self.find_missing_choice(is_series=time_range is not None) or ""),
             scenes=self.scenes,
             example_scene=self.example_scene,
+            partial_voxel_size=None if voxel_size else self.image.calibration.get_partial_voxel_size(),
         )

@@ -85,6 +85,11 @@ class Calibration:
             return None
         return VoxelSize(self.z, self.y, self.x)
 
+    def get_partial_voxel_size(self) -> tuple[float | None, float | None, float | None] | None:
+        """Return the sizes along (z, y, x) if at least one is known and at least one is unknown, otherwise None."""
+        sizes = self.z, self.y, self.x
+        return sizes if 0 < sizes.count(None) < len(sizes) else None
+
     def list_user_notes(self) -> tuple[str, ...]:
         """Return the notes, with an additional one if the voxel size is not completely known."""
         known_sizes = {

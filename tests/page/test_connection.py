@@ -80,7 +80,7 @@ def test_page_announces_temporary_jobs_and_marks_those_that_are_gone(
         page.get_by_role("button", name="New stack").click()
         missing_entries = page.locator(".recent li.missing")
         expect(missing_entries).to_have_count(2)
-        expect(missing_entries.last).to_contain_text("no longer stored on the server")
+        expect(missing_entries.last).to_contain_text("no longer on the server")
         check_accessibility(page)
         missing_entries.last.get_by_role("button").first.click()
         expect(page.locator("#problem")).to_contain_text("There is no such job")

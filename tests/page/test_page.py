@@ -104,6 +104,11 @@ def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, o
     expect(notes).to_contain_text("“Model: membranes” was tried: confidence ")
     expect(suggestion).to_have_count(0)
     expect(notes).to_contain_text("Another result of this stack has a higher confidence")
+    # The two figures have different meanings, which are explained on hover.
+    expect(page.get_by_text("confidence", exact=False).locator("xpath=self::abbr")).to_have_attribute(
+        "title", re.compile("the result as a whole is good")
+    )
+    expect(page.get_by_role("button", name="Prob.")).to_have_attribute("title", re.compile("are not background"))
     check_accessibility(page)
     page.get_by_role("button", name="Show the better result").click()
     expect(page.locator("#side")).to_contain_text("membranes/1")
@@ -232,6 +237,36 @@ def test_late_responses_do_not_disturb_user_input(fake: LiveServer, open_page: O
     expect(page.locator("#summary")).to_contain_text("classes")
     parameters = fake.client.get("/jobs").json()["jobs"][0]["parameters"]
     assert (parameters["time"], parameters["voxel_size"][-3:]) == ("all", "0.7")
+
+
+def test_input_that_is_not_complete_yet_is_kept_when_the_page_is_redrawn(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    sizes = [page.get_by_label(f"Voxel size along {axis}") for axis in "xyz"]
+    options = {"metadata": {"axes": "TZYX"}, "resolution": (1.0, 1.0)}
+    choose_file(page, as_tiff(np.zeros((3, 4, 16, 16), np.uint8), **options))
+    sizes[0].fill("0.7")
+    sizes[1].fill("0.8")
+    release = hold_requests(page, "**/inspect?*time=1*")
+    page.locator("#time").fill("1")
+    sizes[2].focus()
+    release_and_wait(page, release)
+    for field, value in zip(sizes, ("0.7", "0.8", ""), strict=True):
+        expect(field).to_have_value(value)
+    expect(sizes[2]).to_be_focused()
+    sizes[2].press_sequentially("2")
+    sizes[2].press("Tab")
+    expect(page.locator("#settings .properties")).to_contain_text("0.7 × 0.8 × 2 µm")
+
+
+def test_known_parts_of_a_voxel_size_are_filled_in(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    pixels = np.zeros((5, 16, 16), np.uint8)
+    choose_file(page, as_tiff(pixels, imagej=False, metadata=None, resolution=(5e4, 5e4), resolutionunit="CENTIMETER"))
+    for axis, size in {"x": "0.2", "y": "0.2", "z": ""}.items():
+        expect(page.get_by_label(f"Voxel size along {axis}")).to_have_value(size)
+    page.get_by_label("Voxel size along z").fill("0.5")
+    page.get_by_label("Voxel size along z").press("Enter")
+    expect(page.locator("#settings .properties")).to_contain_text("0.2 × 0.2 × 0.5 µm")
 
 
 def release_and_wait(page: Page, release: Callable[[], None]) -> None:

@@ -128,9 +128,13 @@ for (const name of ["change", "focusout"]) document.addEventListener(name, () =>
 for (const name of ["pointerup", "pointercancel"])
   document.addEventListener(name, () => setBusy("pressedElement", null), true);
 
+/** Values of controls when they were created. A control with another value contains input that was not committed, such as one of three lengths. @type {WeakMap<Element, string>} */
+const createdValues = new WeakMap();
+
 /**
- * Replace the children of an element. The redraw is postponed while the user is typing in a child or pressing a child. If a
- * child has the focus, the new control with the same id, label or text receives the focus.
+ * Replace the children of an element. The redraw is postponed while the user is typing in a child or pressing a child. Input
+ * that was not committed is kept. If a child has the focus, the new control with the same id, label or text receives the
+ * focus.
  * @param {HTMLElement} root @param {() => Child[]} createChildren
  */
 export function redraw(root, createChildren) {
@@ -143,17 +147,52 @@ export function redraw(root, createChildren) {
     return;
   }
   const focusedElement = document.activeElement;
-  const findMatches = () =>
-    [...root.querySelectorAll(FOCUSABLE_SELECTOR)].filter(
-      (node) => describeControl(node) === describeControl(focusedElement),
-    );
-  const index = focusedElement === null ? -1 : findMatches().indexOf(focusedElement);
-  root.replaceChildren(...createChildren().filter(isPresent).map(toNode));
-  const replacement = findMatches()[index];
-  if (replacement instanceof HTMLElement) replacement.focus({ preventScroll: true });
+  const earlierControls = [...root.querySelectorAll(FOCUSABLE_SELECTOR)];
+  const children = createChildren().filter(isPresent).map(toNode);
+  const replacement = element("div", {}, ...children);
+  const controls = [...replacement.querySelectorAll(FOCUSABLE_SELECTOR)];
+  for (const control of controls) if (isTextField(control)) createdValues.set(control, control.value);
+  const findCounterpart = createCounterpartFinder(earlierControls, controls);
+  for (const control of earlierControls.filter(isTextField)) keepUncommittedInput(control, findCounterpart(control));
+  const focusedField = isTextField(focusedElement) ? focusedElement : null;
+  const selection = focusedField && [focusedField.selectionStart, focusedField.selectionEnd];
+  const focusTarget = focusedElement && findCounterpart(focusedElement);
+  root.replaceChildren(...children);
+  if (!(focusTarget instanceof HTMLElement)) return;
+  focusTarget.focus({ preventScroll: true });
+  if (isTextField(focusTarget) && selection) restoreSelection(focusTarget, selection);
 }
 
-/** Return a string that identifies a control before and after a redraw. @param {Element | null} node */
+/** @param {Element | null | undefined} node @returns {node is HTMLInputElement} whether the user types in the control */
+function isTextField(node) {
+  return node instanceof HTMLInputElement && ["text", "number", "search"].includes(node.type);
+}
+
+/** Copy input that was not committed to the control that replaces its control, unless the value to show has changed. @param {Element} control @param {Element | undefined} counterpart */
+function keepUncommittedInput(control, counterpart) {
+  if (!isTextField(control) || !isTextField(counterpart)) return;
+  const createdValue = createdValues.get(control);
+  if (control !== counterpart && control.value !== createdValue && counterpart.value === createdValue)
+    counterpart.value = control.value;
+}
+
+/** Restore the selection of a text field. @param {HTMLInputElement} field @param {(number | null)[]} selection start and end, null for number fields, which do not report them */
+function restoreSelection(field, [start, end]) {
+  // A number field is selected as a whole, as if the user had moved to it with the Tab key.
+  if (start === null || end === null) field.select();
+  else field.setSelectionRange(start, end);
+}
+
+/** Return a function that finds the control which replaces an earlier control. @param {Element[]} earlierControls @param {Element[]} controls @returns {(control: Element) => Element | undefined} */
+function createCounterpartFinder(earlierControls, controls) {
+  return (control) => {
+    const description = describeControl(control);
+    const index = earlierControls.filter((node) => describeControl(node) === description).indexOf(control);
+    return controls.filter((node) => describeControl(node) === description)[index];
+  };
+}
+
+/** Return a string that identifies a control before and after a redraw. @param {Element} node */
 function describeControl(node) {
-  return node && [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
+  return [node.tagName, node.id || node.ariaLabel || node.textContent].join(" ");
 }

@@ -20,6 +20,12 @@ const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   parent: "Parent",
 });
 
+/** Explanations of columns, shown on hover. @type {Record<string, string>} */
+const COLUMN_EXPLANATIONS = {
+  confidence:
+    "Mean probability, according to the model, that the voxels of the object are not background. An object with a high probability can still be split, merged or outlined wrongly. The confidence above the table refers to the whole result.",
+};
+
 /** View that dispatches `select` with the label of the object that the user selected, and `filter` when the filters have changed. */
 export class ObjectsView extends EventTarget {
   /** @param {Table} table */
@@ -212,7 +218,12 @@ export class ObjectsView extends EventTarget {
           },
           element(
             "button",
-            { type: "button", id: `sort-${name}`, onclick: () => this.#sortByColumn(name) },
+            {
+              type: "button",
+              id: `sort-${name}`,
+              title: COLUMN_EXPLANATIONS[name],
+              onclick: () => this.#sortByColumn(name),
+            },
             `${getColumnTitle(name, this.table)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
           ),
         ),

@@ -16,6 +16,8 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 /** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
+const CONFIDENCE_EXPLANATION =
+  "Estimated probability that the result as a whole is good, from the model's scores and the sizes of the objects. The column “Prob.” of the table means something else: the probability that the voxels of an object are not background.";
 const WITHOUT_CORRECTIONS_NOTE =
   "These files do not include your corrections. You can export the corrected labels on the Correct tab.";
 
@@ -95,7 +97,7 @@ export function showResult(root, result, table, context) {
       { class: "result" },
       resultSwitcher.root,
       summary,
-      element("p", { class: "muted small" }, describeJob(job).join(" · ")),
+      createJobDescription(job),
       createNotes(job, results, stack ? segmentWith : null),
       ...tabElements,
     ),
@@ -185,12 +187,22 @@ function linkTableAndViews(viewer, objectsView, timeNavigation, signal) {
   });
 }
 
-/** Return the model, the diameter, the confidence and the duration of a job. @param {Job} job @returns {string[]} */
-function describeJob(job) {
+/** Describe the model, the diameter, the confidence and the duration of a job. @param {Job} job */
+function createJobDescription(job) {
   const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
-  const confidence = typeof job.confidence === "number" ? [`confidence ${Math.round(job.confidence * 100)}%`] : [];
-  const diameter = job.diameter ? [formatLengths(job.diameter).replace("; ", ", ")] : [];
-  return [job.model, ...diameter, ...confidence, `${formatNumber(seconds, 2)} s`];
+  const parts = [
+    job.model,
+    job.diameter && formatLengths(job.diameter).replace("; ", ", "),
+    typeof job.confidence === "number" &&
+      element(
+        "abbr",
+        { title: CONFIDENCE_EXPLANATION, tabIndex: 0 },
+        `confidence ${Math.round(job.confidence * 100)}%`,
+      ),
+    `${formatNumber(seconds, 2)}\u00a0s`,
+  ].filter((part) => part !== null && part !== undefined && part !== false && part !== "");
+  const children = parts.flatMap((part, index) => (index === 0 ? [part] : [" · ", part]));
+  return element("p", { class: "muted small" }, ...children);
 }
 
 /**

@@ -323,12 +323,13 @@ export class MetadataControls {
   /** @param {Description} file */
   #createVoxelSizeField(file) {
     const voxelSize = file.voxel_size;
+    const knownSizes = { ...parsePartialSize(file.partial_voxel_size), ...voxelSize };
     const inputs = /** @type {const} */ (["x", "y", "z"]).map((axis) =>
       element("input", {
         type: "number",
         min: "0",
         step: "any",
-        value: voxelSize ? String(Number(voxelSize[axis].toPrecision(5))) : "",
+        value: knownSizes[axis] ? String(Number(knownSizes[axis].toPrecision(5))) : "",
         placeholder: axis,
         "aria-label": `Voxel size along ${axis} in micrometers`,
         onchange: () => {
@@ -344,4 +345,10 @@ export class MetadataControls {
       element("div", { class: "row tight" }, ...inputs),
     );
   }
+}
+
+/** @param {Description["partial_voxel_size"]} size along z, y and x @returns {Partial<import("openapi").VoxelSize>} the known sizes */
+function parsePartialSize(size) {
+  const [z, y, x] = size ?? [];
+  return { z: z ?? undefined, y: y ?? undefined, x: x ?? undefined };
 }

@@ -372,7 +372,7 @@ export class Session {
     if (isStackMissing) settings.showMissingStack();
     const isTemporary = this.service.capabilities.temporary_jobs;
     sidePanel.replaceChildren(
-      isCanceled
+      isCanceled && !isStackMissing
         ? createFailureExplanation({ state: "cancelled" })
         : createMissingJobExplanation(isTemporary, isStackMissing),
     );

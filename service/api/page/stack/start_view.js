@@ -92,7 +92,7 @@ function createSteps() {
 
 /** Describe the model and the age of a job, or say that the service no longer stores it. @param {import("./recent_jobs.js").RecentJob} entry */
 function describeOrigin({ model, created, isMissing }) {
-  return `${model} · ${isMissing ? "no longer stored on the server" : formatAge(created)}`;
+  return `${model} · ${isMissing ? "no longer on the server" : formatAge(created)}`;
 }
 
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */

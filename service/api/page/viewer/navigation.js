@@ -1,5 +1,7 @@
 /** Navigation in slice views with the wheel, pointers and keys. */
 
+import { listenForUse } from "./shortcuts.js";
+
 /** @typedef {import("./slice_view.js").SliceView} SliceView */
 /** @typedef {import("./viewer.js").Viewer} Viewer */
 /** @typedef {import("./scene.js").Triple} Triple */
@@ -33,6 +35,7 @@ export function listenToView(viewer, view) {
     action();
   });
   listenToPointers(viewer, view);
+  listenForUse(stage);
 }
 
 /** Let one pointer drag the stack, two pointers zoom, and a click select an object. @param {Viewer} viewer @param {SliceView} view */

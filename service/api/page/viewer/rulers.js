@@ -8,6 +8,15 @@ import { hasChanged } from "../core/store.js";
 
 const MAX_SCALE_BAR_PIXELS = 90;
 
+/** Return the longest scale bar that fits, with a length from the sequence 1, 2, 5, 10, and so on. @param {import("./scene.js").SceneState} state @returns {{pixels: number, text: string}} */
+export function chooseScaleBar({ scale, isCalibrated, voxelSize }) {
+  const unitLength = isCalibrated ? 1 : 1 / voxelSize[2];
+  const maxLength = MAX_SCALE_BAR_PIXELS / (scale * unitLength);
+  const power = 10 ** Math.floor(Math.log10(maxLength));
+  const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= maxLength) ?? power;
+  return { pixels: length * scale * unitLength, text: `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}` };
+}
+
 /** Scale bar with a round length. */
 export class ScaleBar {
   /** @param {Scene} scene */
@@ -19,14 +28,11 @@ export class ScaleBar {
     });
   }
 
-  /** Show the longest bar that fits, with a length from the sequence 1, 2, 5, 10, and so on. @param {import("./scene.js").SceneState} state */
-  #show({ scale, isCalibrated, voxelSize }) {
-    const unitLength = isCalibrated ? 1 : 1 / voxelSize[2];
-    const maxLength = MAX_SCALE_BAR_PIXELS / (scale * unitLength);
-    const power = 10 ** Math.floor(Math.log10(maxLength));
-    const length = [5, 2, 1].map((digit) => digit * power).find((candidate) => candidate <= maxLength) ?? power;
-    this.root.style.width = `${length * scale * unitLength}px`;
-    this.lengthText.textContent = `${formatNumber(length)} ${isCalibrated ? "µm" : "px"}`;
+  /** @param {import("./scene.js").SceneState} state */
+  #show(state) {
+    const { pixels, text } = chooseScaleBar(state);
+    this.root.style.width = `${pixels}px`;
+    this.lengthText.textContent = text;
   }
 }
 

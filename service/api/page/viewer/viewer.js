@@ -8,6 +8,7 @@ import { listenToView } from "./navigation.js";
 import { PlaneLoader } from "./plane_loader.js";
 import { DiameterCircle, ScaleBar } from "./rulers.js";
 import { AXES, chooseContrast, clamp, createScene, replaceValue, valueAt } from "./scene.js";
+import { activateStage } from "./shortcuts.js";
 import { SliceView } from "./slice_view.js";
 
 /** @typedef {import("./scene.js").Volume} Volume */
@@ -60,6 +61,7 @@ export class Viewer extends EventTarget {
     root.replaceChildren(this.toolbar, this.grid, this.fetchStatus);
     root.classList.add("viewer", "empty");
     for (const view of this.views) listenToView(this, view);
+    activateStage(this.views[0].stage);
     this.scene.subscribe((previousState) => this.#drawAffectedViews(previousState));
     new ResizeObserver(() => this.#layOut()).observe(this.grid);
   }
