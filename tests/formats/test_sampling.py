@@ -72,6 +72,7 @@ def test_imagej_unit_may_differ_per_axis(metadata: dict[str, Any], size: VoxelSi
     calibration = sampling.parse_imagej_calibration(metadata, RESOLUTION, "ImageJ metadata")
 
     assert calibration.get_voxel_size() == size
+    assert calibration.get_partial_voxel_size() is None
     assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE_NOTE,))
 
 
@@ -81,6 +82,7 @@ def test_invalid_spacing_is_noted_and_other_edges_are_reported(spacing: object) 
 
     assert calibration.get_voxel_size() is None
     assert "along z" in calibration.notes[0]
+    assert calibration.get_partial_voxel_size() == (None, 0.25, 0.2)
     assert "y 0.25 um, x 0.2 um" in calibration.list_user_notes()[-1]
     assert "voxel_size=" in calibration.list_user_notes()[-1]
 

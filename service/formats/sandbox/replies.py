@@ -63,6 +63,7 @@ def parse_description(result: Any) -> Description:
         and max(math.prod(description.shape), math.prod(description.stored_shape)) <= _MAX_NUMBER
         and 1 <= description.times <= _MAX_NUMBER
         and 0 <= first < stop <= description.times
+        and all(size is None or 0 < size < math.inf for size in description.partial_voxel_size or ())
         and (description.example_scene is None or 0 <= description.example_scene < len(description.scenes))
     )
     if not is_valid:

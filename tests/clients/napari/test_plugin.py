@@ -49,10 +49,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     config, log = folder / "config.yaml", folder / "log"
     config.write_text(json.dumps({"models": {"serve": ["nuclei"]}, "annotations": {"folder": str(folder / "kept")}}))
+    # Jobs are not stored in the folders of the user, also if these tests run without conftest.py.
+    environment = os.environ | {"XDG_STATE_HOME": str(folder)}
     python = os.environ.get("SERVICE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
     command = [python, "-m", "service", "serve", "--config", str(config), "--host", "127.0.0.1", "--port", "0"]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=file)
     try:
         deadline = time.monotonic() + 120
         while "is ready" not in log.read_text():

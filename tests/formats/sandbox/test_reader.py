@@ -520,6 +520,7 @@ INVALID_DESCRIPTIONS: list[dict[str, Any]] = [
     {"channels": ["a" * (2**16 + 1)]},
     {"notes": ["a" * 2**16] * 65},
     {"voxel_size": {"z": 0, "y": 1, "x": 1}},
+    {"partial_voxel_size": [None, 1.0, 1e400]},
     {"container": None},
 ]
 
