@@ -62,9 +62,9 @@ def test_training_runs_alongside_requests_and_its_model_can_be_used(live: LiveSe
         "training": True,
         "training_problem": None,
         "training_minutes": 120.0,
+        "temporary_jobs": False,
         "inputs": [],
         "outputs": [],
-        "temporary_jobs": False,
     }
     request = {"model": "random-nuclei", "annotations": [annotation], "minutes": 0.03, "name": "mine"}
     answer = live.client.post("/trainings", json=request)

@@ -159,12 +159,12 @@ def test_stacks_are_cancelled_and_tried_again_without_the_others(fake: LiveServe
     expect(page.locator("li[data-phase=cancelled]")).to_have_count(2)
 
     page.context.set_offline(True)
-    expect(page.locator(".batch-connection")).to_contain_text("The service does not respond", timeout=5000)
+    expect(page.locator("#connection")).to_contain_text("has not responded since", timeout=5000)
     expect(find_row(page, "1.tif")).to_contain_text("before the connection was lost")
     page.get_by_role("button", name="Cancel: 1.tif", exact=True).click()
     expect(find_row(page, "1.tif")).to_have_attribute("data-phase", "cancelling")
     page.context.set_offline(False)
-    expect(page.locator(".batch-connection")).to_be_hidden()
+    expect(page.locator("#connection")).to_be_hidden()
     expect(find_row(page, "1.tif")).to_have_attribute("data-phase", "cancelled")
 
     segmenter.gate.set()
@@ -248,7 +248,7 @@ def test_folder_on_the_server_is_segmented_without_an_upload(
         page.get_by_label("Folder with the stacks: path").fill("day 2")
         page.get_by_label("Folder for the results: path").fill("day 1")
         segment.click()
-        expect(page.get_by_role("alert").first).to_contain_text("day 2 does not exist")
+        expect(page.locator("#problem")).to_contain_text("day 2 does not exist")
         page.get_by_label("Folder with the stacks: path").fill("day 1")
         check_accessibility(page)
         segment.click()

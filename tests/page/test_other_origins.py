@@ -146,7 +146,14 @@ def test_pages_of_other_origins_change_nothing(browser: Browser, bands_repositor
     with serve(settings, load=FakeSegmenter) as live, serve_page(tmp_path) as port:  # type: ignore[arg-type]
         job = live.run()
         stack = live.post("/stacks", STACK).json()["id"]
-        identifiers = {"job": job["id"], "stack": stack, "name": "bands", "annotation": 32 * "0", "training": 32 * "0"}
+        identifiers = {
+            "job": job["id"],
+            "stack": stack,
+            "name": "bands",
+            "version": "1",
+            "annotation": 32 * "0",
+            "training": 32 * "0",
+        }
         requests = [
             *list_unsafe_requests(live, identifiers),
             ("POST", "/segment?output_to=results/labels.tif&overwrite=true"),

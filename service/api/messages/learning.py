@@ -130,15 +130,15 @@ class AnnotationList(BaseModel):
 
 
 class CallerLimits(BaseModel):
-    """Permissions and limits of the caller for annotated stacks, training, folders on the host, and stored jobs.
+    """Permissions and limits of the caller: annotated stacks, training runs, jobs, and folders on the host.
 
     - `corrections`: whether the service stores annotated stacks.
     - `annotations_bytes`: disk quota for the annotated stacks of one API key.
     - `training`: whether the caller may train models.
     - `training_problem`: why the caller may not train models; null if the caller may train models.
     - `training_minutes`: maximum duration of a training run, in minutes.
-    - `inputs`, `outputs`: names of the folders on the host that the caller may read, and in which it may store results.
     - `temporary_jobs`: whether the service deletes jobs, their results and uploaded stacks when it stops.
+    - `inputs`, `outputs`: names of the folders on the host that the caller may read, and in which it may store results.
     """
 
     corrections: bool
@@ -146,9 +146,9 @@ class CallerLimits(BaseModel):
     training: bool
     training_problem: str | None
     training_minutes: float
+    temporary_jobs: bool
     inputs: list[str]
     outputs: list[str]
-    temporary_jobs: bool
 
 
 class TrainingRequest(BaseModel):

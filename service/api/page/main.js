@@ -39,9 +39,9 @@ const service = {
     training: false,
     training_problem: null,
     training_minutes: 0,
+    temporary_jobs: false,
     inputs: [],
     outputs: [],
-    temporary_jobs: false,
   },
 };
 /** @type {Session | null} */

@@ -44,10 +44,10 @@ HEALTH_PREFIXES = ("", "/v1", "/v2")
 
 @router.get("/limits", tags=["operation"])
 async def get_limits(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> CallerLimits:
-    """Get the limits for annotated stacks, training, folders on the host and jobs.
+    """Get the limits for annotated stacks, training, jobs and folders on the host.
 
-    Reports the quota for annotated stacks, whether the caller may train models, the names of the folders on the host
-    that the caller may use, and whether jobs survive a restart.
+    Reports the quota for annotated stacks, whether the caller may train models, whether jobs survive a restart, and the
+    names of the folders on the host that the caller may use.
     """
     quota = runtime.settings.annotations.quota_bytes
     problem: str | None = None
@@ -63,9 +63,9 @@ async def get_limits(request: Request, runtime: RuntimeDependency, async_jobs: A
         training=problem is None,
         training_problem=problem,
         training_minutes=runtime.settings.trainings.minutes,
+        temporary_jobs=async_jobs.is_temporary,
         inputs=inputs,
         outputs=outputs,
-        temporary_jobs=async_jobs.is_temporary,
     )
 
 

@@ -13,7 +13,7 @@ def test_page_loads_only_files_of_the_service(service: Service) -> None:
     assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
     assert "unsafe" not in page.headers["content-security-policy"]
     urls = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
-    assert len(urls) == 12
+    assert len(urls) == 13
     for url in urls:
         assert service.client.get(urljoin("/", url)).status_code == 200
 

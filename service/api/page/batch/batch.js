@@ -18,7 +18,7 @@ const MAX_CONCURRENT_READS = 2;
 const MAX_UNFINISHED_JOBS = 8;
 const SAVE_DELAY_MILLISECONDS = 300;
 
-/** Batch that dispatches `change` after its entries or the connection to the service have changed. */
+/** Batch that dispatches `change` after its entries have changed. */
 export class Batch extends EventTarget {
   /** @param {import("./batch_store.js").BatchRecord} record @param {Map<number, string>} [thumbnails] data URLs by index */
   constructor({ id, name, folder, created, parameters, shared, entries }, thumbnails = new Map()) {
@@ -36,8 +36,6 @@ export class Batch extends EventTarget {
       thumbnail: thumbnails.get(index) ?? "",
       thumbnailKey: thumbnails.has(index) ? entry.thumbnailKey : "",
     }));
-    /** Whether the last request got a response. */
-    this.isConnected = true;
     this.saveTimer = 0;
     this.batchAbort = new AbortController();
     const onoutcome = (/** @type {unknown} */ error) => this.#noteOutcome(error);
@@ -210,7 +208,6 @@ export class Batch extends EventTarget {
 
   /** @param {unknown} error null after success */
   #noteOutcome(error) {
-    this.isConnected = !(error instanceof Problem && error.status === 0);
     if (error !== null && !(error instanceof Problem)) console.error(error);
     this.#changed();
   }

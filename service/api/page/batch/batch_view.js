@@ -1,5 +1,6 @@
 /** View of a batch: settings for all stacks, the list of stacks, and files with all results. */
 
+import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
@@ -9,7 +10,6 @@ import { selectChosenFiles } from "./collect_files.js";
 import { getPhase, isPending } from "./entries.js";
 import { openEntryDialog } from "./entry_dialog.js";
 import { EntryRow } from "./entry_row.js";
-import { CONNECTION_LOST } from "./job_watcher.js";
 import { SharedMetadataControls } from "./shared_metadata.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
@@ -42,7 +42,6 @@ export class BatchView {
     this.settings.addEventListener("run", () => batch.run());
     this.sharedControls = new SharedMetadataControls(this.settings.metadata.root, batch, this.models);
     this.settings.metadata.root.classList.add("controls");
-    this.connectionText = element("p", { class: "batch-connection", role: "alert", hidden: true });
     this.summaryText = element("p", { class: "big", role: "status" });
     this.progressBar = element("progress", { max: 1, "aria-label": "Finished stacks" });
     this.cancelButton = button("Cancel all", () => batch.cancelAll(), "secondary");
@@ -56,7 +55,6 @@ export class BatchView {
     const content = element(
       "section",
       { class: "batch-content", "aria-label": "Stacks of the batch" },
-      this.connectionText,
       element(
         "div",
         { class: "batch-head" },
@@ -73,6 +71,7 @@ export class BatchView {
     this.#createResultButtons();
     this.frame = 0;
     batch.addEventListener("change", () => this.#updateLater(), { signal });
+    connection.subscribe(() => this.#updateLater(), signal);
     signal.addEventListener("abort", () => cancelAnimationFrame(this.frame));
     this.#update();
   }
@@ -140,9 +139,6 @@ export class BatchView {
         this.list.append(newRow.root);
       }
     }
-    const connectionText = batch.isConnected ? "" : CONNECTION_LOST;
-    if (this.connectionText.textContent !== connectionText) this.connectionText.textContent = connectionText;
-    this.connectionText.hidden = batch.isConnected;
     this.sharedControls.update();
     this.#updateSummary();
     this.#updateSkipped();

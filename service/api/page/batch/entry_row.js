@@ -1,5 +1,6 @@
 /** Row of a batch: thumbnail, metadata, state and buttons of one stack. */
 
+import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
@@ -80,7 +81,7 @@ export class EntryRow {
     const { thumbnail, inspection, inspectedKey, parameters, problem, job, report } = entry;
     const isStale = batch.isStale(entry);
     // The state is the last known one.
-    const isUnknown = !batch.isConnected && SERVICE_PHASES.includes(phase);
+    const isUnknown = connection.state.lostAt !== null && SERVICE_PHASES.includes(phase);
     this.root.dataset.phase = phase;
     this.#redraw(this.pictureCell, [thumbnail], () => [this.#createPicture()]);
     this.#redraw(this.textCell, [inspection !== null, inspectedKey, JSON.stringify(parameters)], () =>
@@ -213,8 +214,9 @@ export class EntryRow {
 
   /** @param {Phase} phase */
   #updateProgress(phase) {
-    const { batch, entry, progressBar, progressText } = this;
-    const { text, fraction } = batch.isConnected ? describeProgress(entry, phase) : DISCONNECTED_PROGRESS;
+    const { entry, progressBar, progressText } = this;
+    const { text, fraction } =
+      connection.state.lostAt === null ? describeProgress(entry, phase) : DISCONNECTED_PROGRESS;
     progressBar.hidden = fraction === null;
     if (fraction === null) progressBar.removeAttribute("value");
     else progressBar.value = fraction;

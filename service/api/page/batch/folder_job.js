@@ -1,5 +1,6 @@
 /** Progress and results of a job on a folder on the host of the service. */
 
+import { connection } from "../core/connection.js";
 import { button, element } from "../core/elements.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
@@ -8,7 +9,7 @@ import { toPageTerms } from "../core/terminology.js";
 import { isFinished } from "../result/run_view.js";
 import { rememberJob } from "../stack/recent_jobs.js";
 import { createEntry } from "./entries.js";
-import { CONNECTION_LOST, JobWatcher } from "./job_watcher.js";
+import { JobWatcher } from "./job_watcher.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {{stack: string, labels: string | null, objects: number | null, seconds: number, warnings: string[], doubtful: boolean, problem: string | null}} StackOutcome */
@@ -23,7 +24,6 @@ export function isFolderJob({ parameters }) {
 class FolderJobView {
   /** @param {HTMLElement} root @param {() => void} oncancel */
   constructor(root, oncancel) {
-    this.connectionText = element("p", { class: "batch-connection", role: "alert", hidden: true });
     this.titleText = element("p", { class: "big", role: "status" });
     this.progressBar = element("progress", { max: 1, "aria-label": "Finished stacks" });
     this.detailText = element("p", { class: "muted" });
@@ -33,7 +33,6 @@ class FolderJobView {
       element(
         "section",
         { class: "batch-content folder-job", "aria-label": "Folder on the server" },
-        this.connectionText,
         element(
           "div",
           { class: "batch-head" },
@@ -44,13 +43,6 @@ class FolderJobView {
         this.details,
       ),
     );
-  }
-
-  /** Show whether the service responds. Without a response, the time left is not known. @param {boolean} isConnected */
-  showConnection(isConnected) {
-    setText(this.connectionText, isConnected ? "" : CONNECTION_LOST);
-    this.connectionText.hidden = isConnected;
-    this.detailText.hidden = !isConnected;
   }
 
   /** @param {Job} report @param {boolean} isCancelling */
@@ -85,12 +77,15 @@ export function showFolderJob(root, id, signal) {
   const watcher = new JobWatcher({ entries: [entry], batchAbort }, (error) => {
     const { report, isGone, isCancelling } = entry;
     if (signal.aborted) return;
-    view.showConnection(error === null);
     if (isGone) return view.showGone();
     if (report === null) return;
     view.showReport(report, isCancelling);
     if (error === null && isFinished(report.state)) showResult(view.details, report, signal).catch(showError);
   });
+  // Without a response, the time left is not known.
+  connection.subscribe(() => {
+    view.detailText.hidden = connection.state.lostAt !== null;
+  }, signal);
   watcher.run();
 }
 

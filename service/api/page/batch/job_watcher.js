@@ -1,5 +1,6 @@
 /** Polling of the jobs of a batch. */
 
+import { checkConnection } from "../core/connection.js";
 import { Problem, request, requestJson } from "../core/requests.js";
 import { isFinished } from "../result/run_view.js";
 import { isPending } from "./entries.js";
@@ -8,15 +9,9 @@ import { isPending } from "./entries.js";
 /** @typedef {import("openapi").JobReport} Job */
 
 const POLL_INTERVAL_MILLISECONDS = 1000;
-/** Time after which a request counts as not answered. */
-const TIMEOUT_MILLISECONDS = 5000;
 /** Number of jobs that were submitted elsewhere and are expected between those of the batch in the list of jobs. */
 const MARGIN_JOBS = 50;
 const MAX_LISTED_JOBS = 1000;
-
-/** Message while the service does not respond. */
-export const CONNECTION_LOST =
-  "The service does not respond. This page keeps trying, and continues when the service responds.";
 
 /** Polls the unfinished jobs of a batch with one request for all, and sends cancellations until the service confirms them. */
 export class JobWatcher {
@@ -34,10 +29,11 @@ export class JobWatcher {
     const { signal } = this.batch.batchAbort;
     while (!signal.aborted && this.batch.entries.some(isPending)) {
       try {
-        await this.#updateReports(AbortSignal.any([signal, AbortSignal.timeout(TIMEOUT_MILLISECONDS)]));
+        await this.#updateReports(signal);
         this.onoutcome(null);
       } catch (error) {
-        if (!signal.aborted) this.onoutcome(toProblem(error));
+        if (!signal.aborted) this.onoutcome(error);
+        if (error instanceof Problem && error.status === 0) await checkConnection();
       }
       await new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
     }
@@ -72,10 +68,4 @@ async function fetchReport(job, signal) {
     if (error instanceof Problem && error.status === 404) return null;
     throw error;
   }
-}
-
-/** Treat a request without an answer like a lost connection. @param {unknown} error */
-function toProblem(error) {
-  const isTimeout = error instanceof DOMException && error.name === "TimeoutError";
-  return isTimeout ? new Problem("unreachable", "The service did not respond.", 0) : error;
 }

@@ -1,5 +1,6 @@
 /** Queue of tasks that run concurrently up to a limit, and pause while the service is busy or does not respond. */
 
+import { checkConnection } from "../core/connection.js";
 import { isAbort } from "../core/notices.js";
 import { Problem } from "../core/requests.js";
 
@@ -42,7 +43,8 @@ export class Lane {
       this.onoutcome(null);
     } catch (error) {
       // After an unexpected error, the same task would fail again immediately.
-      if (isTemporary(error) || !(error instanceof Problem || isAbort(error))) this.#pause();
+      if (isTemporary(error) || !(error instanceof Problem || isAbort(error)))
+        this.#pause(error instanceof Problem && error.status === 0);
       if (!isAbort(error)) this.onoutcome(error);
     } finally {
       this.activeCount -= 1;
@@ -50,12 +52,17 @@ export class Lane {
     }
   }
 
-  #pause() {
+  /** Pause until the service may accept the request. @param {boolean} hasNoResponse */
+  async #pause(hasNoResponse) {
     if (this.isPaused) return;
     this.isPaused = true;
-    setTimeout(() => {
-      this.isPaused = false;
-      this.run();
-    }, RETRY_DELAY_MILLISECONDS);
+    await (hasNoResponse ? checkConnection() : delay(RETRY_DELAY_MILLISECONDS));
+    this.isPaused = false;
+    this.run();
   }
+}
+
+/** @param {number} milliseconds */
+function delay(milliseconds) {
+  return new Promise((resolve) => setTimeout(resolve, milliseconds));
 }

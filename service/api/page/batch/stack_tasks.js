@@ -1,7 +1,8 @@
 /** Tasks that a batch runs for a stack: upload, inspection, thumbnail, and submission of a job. */
 
+import { checkConnection } from "../core/connection.js";
 import { isAbort } from "../core/notices.js";
-import { buildQuery, Problem, request, requestJson, uploadStack } from "../core/requests.js";
+import { buildQuery, Problem, requestJson, uploadStack } from "../core/requests.js";
 import { saveThumbnail } from "./batch_store.js";
 import { packStack } from "./collect_files.js";
 import { getRequestParameters, makeKey } from "./entries.js";
@@ -38,11 +39,8 @@ export async function uploadFiles(batch, entry, signal) {
 async function handleUploadProblem(entry, problem) {
   if (!isTemporary(problem)) entry.problem = toEntryProblem(problem);
   if (problem.status !== 0) return;
-  const isAlive = await request("health/live").then(
-    () => true,
-    () => false,
-  );
-  if (isAlive) entry.failedUploads += 1;
+  const wasLost = await checkConnection();
+  entry.failedUploads += wasLost ? 0 : 1;
   if (entry.failedUploads >= MAX_FAILED_UPLOADS) entry.problem = toEntryProblem(problem);
 }
 
