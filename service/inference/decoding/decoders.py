@@ -31,7 +31,8 @@ from service.models.spec_parts import Boundaries, Classes, Flows, Instances, Reg
 CACHE_VOXELS = 2**16
 # Peak memory per voxel of the decoder of boundaries, by measurement.
 BOUNDARY_BYTES_PER_VOXEL = 72
-# Peak memory per voxel of the decoder of flows, by measurement.
+# Estimated bytes per voxel of the decoder of flows: 16 for scores, 24 for labels and for the numbers of voxels that end
+# at each place, and 64 for the positions and labels of each foreground voxel, of which there is at most one in two.
 FLOW_BYTES_PER_VOXEL = 72
 # Fraction of the scores of a dense tissue that are candidates for polyhedra, for the estimate of the memory. They are
 # near the centers of objects: half of the radius is an eighth of the volume.
