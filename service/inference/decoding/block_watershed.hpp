@@ -23,8 +23,7 @@ namespace {
 struct Piece {
   int64_t position;       // flat index of the end in the volume
   int32_t key;            // key of the end
-  int32_t limit;          // passes with lower keys are irrelevant to the piece
-  int64_t voxels = 0;     // number of voxels
+  int32_t voxels = 0;     // number of voxels
   int64_t foreground = 0; // sum of their foreground probabilities, times `PROBABILITY_ONE`
 };
 
@@ -34,7 +33,7 @@ struct Piece {
 class BlockWatershed {
 public:
   BlockWatershed(const Index &volume, const Persistence &persistence, int threads)
-      : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY, 0}} {}
+      : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY}} {}
 
   // Adds the pieces of the voxels in `box`, and the passes between them.
   //
@@ -54,6 +53,7 @@ public:
     maxima_.resize(4 * plane_ * threads_);
     run(parts, [&](int64_t part, int worker) { trace_paths(part, worker); });
     const int64_t first_piece = add_pieces();
+    limits_.resize(ends_.size());
     run(parts, [&](int64_t part, int) { set_limits(first_piece, part); });
     run(parts, [&](int64_t part, int) { follow_paths(part); });
     run(parts, [&](int64_t part, int worker) { find_passes(part, worker); });
@@ -192,7 +192,7 @@ private:
 
   int32_t add_piece(int32_t position) {
     const int32_t piece = static_cast<int32_t>(ends_.size());
-    ends_.push_back({get_position(position), keys_.get()[position], 0});
+    ends_.push_back({get_position(position), keys_.get()[position]});
     return pieces_.get()[position] = piece;
   }
 
@@ -200,7 +200,7 @@ private:
   void set_limits(int64_t first_piece, int64_t part) {
     const int64_t count = static_cast<int64_t>(ends_.size()) - first_piece, parts = static_cast<int64_t>(parts_.size());
     for (int64_t piece = first_piece + count * part / parts; piece < first_piece + count * (part + 1) / parts; ++piece)
-      ends_[piece].limit = persistence_.lowest_pass_key(ends_[piece].key);
+      limits_[piece] = persistence_.lowest_pass_key(ends_[piece].key);
   }
 
   // Follows every path to its end, and adds up the voxels of each piece. Voxels near the peaks of their pieces are moved to
@@ -216,7 +216,7 @@ private:
     int32_t limit = 0;
     // Add runs of voxels: incrementing one number for each voxel would stall the pipeline.
     const auto add_run = [&](int64_t voxels) {
-      __atomic_fetch_add(&ends_[counted_piece].voxels, voxels, __ATOMIC_RELAXED);
+      __atomic_fetch_add(&ends_[counted_piece].voxels, static_cast<int32_t>(voxels), __ATOMIC_RELAXED);
       __atomic_fetch_add(&ends_[counted_piece].foreground, sum, __ATOMIC_RELAXED);
     };
     // In reverse order, because most paths lead to voxels that have been visited then.
@@ -228,7 +228,7 @@ private:
       store(pieces + voxel, piece);
       if (piece != counted_piece) {
         add_run(run - n - 1);
-        counted_piece = piece, run = n + 1, sum = 0, limit = ends_[piece].limit;
+        counted_piece = piece, run = n + 1, sum = 0, limit = limits_[piece];
       }
       sum += probability[codes[voxel]];
       // Branchless: the next voxel overwrites this one if it is not near the peak.
@@ -269,7 +269,7 @@ private:
     const int32_t *const keys = keys_.get(), *const pieces = pieces_.get();
     for (int64_t n = part.first_near_peak; n < part.count; ++n) {
       const int64_t voxel = positions_.get()[part.first + n];
-      const int32_t piece = pieces[voxel], key = keys[voxel], limit = ends_[piece].limit;
+      const int32_t piece = pieces[voxel], key = keys[voxel], limit = limits_[piece];
       for (const int64_t offset : offsets) {
         const int64_t neighbor = voxel + offset;
         const int32_t other = pieces[neighbor], height = keys[neighbor];
@@ -302,6 +302,8 @@ private:
   std::vector<Part> parts_;
   std::vector<PassTable> tables_;
   std::vector<Piece> ends_;
+  // Passes with keys below the entry of a piece are irrelevant to the piece.
+  std::vector<int32_t> limits_;
   std::vector<Pass> passes_;
 };
 

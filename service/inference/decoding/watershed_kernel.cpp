@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <new>
 
@@ -112,7 +113,7 @@ int64_t stackseg_block_passes(void *block) { return static_cast<BlockWatershed *
 void stackseg_block_properties(void *block, int64_t *pieces, int32_t *passes) {
   const std::vector<Piece> &ends = static_cast<BlockWatershed *>(block)->ends();
   for (auto piece = ends.begin() + 1; piece != ends.end(); ++piece)
-    for (const int64_t property : {piece->position, piece->voxels, piece->foreground, static_cast<int64_t>(piece->key)})
+    for (const int64_t property : std::initializer_list<int64_t>{piece->position, piece->voxels, piece->foreground, piece->key})
       *pieces++ = property;
   for (const Pass &pass : static_cast<BlockWatershed *>(block)->passes())
     for (const int32_t property : {pass.first, pass.second, pass.key})
