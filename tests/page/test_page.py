@@ -106,7 +106,7 @@ def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, o
     expect(notes).to_contain_text("Another result of this stack has a higher confidence")
     # The two figures have different meanings, which are explained on hover.
     expect(page.get_by_text("confidence", exact=False).locator("xpath=self::abbr")).to_have_attribute(
-        "title", re.compile("the result as a whole is good")
+        "title", re.compile("expected F1")
     )
     expect(page.get_by_role("button", name="Prob.")).to_have_attribute("title", re.compile("are not background"))
     check_accessibility(page)

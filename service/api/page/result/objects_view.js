@@ -2,7 +2,7 @@
 
 import { button, element, redraw } from "../core/elements.js";
 import { computeMedian, formatCount, formatNumber } from "../core/format.js";
-import { filterRows, getColumn } from "../volumes/object_table.js";
+import { filterRows, getColumn, hasCalibratedConfidence } from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
 import { Histogram } from "./histogram.js";
 
@@ -14,7 +14,8 @@ const MARGIN_ROWS = 8;
 const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
   label: "#",
   touching_border: "Border",
-  confidence: "Prob.",
+  confidence: "Conf.",
+  mean_probability: "Prob.",
   time: "Time",
   track_id: "Track",
   parent: "Parent",
@@ -23,6 +24,8 @@ const COLUMN_TITLES = /** @type {Record<string, string>} */ ({
 /** Explanations of columns, shown on hover. @type {Record<string, string>} */
 const COLUMN_EXPLANATIONS = {
   confidence:
+    "Estimated probability that the object matches a true object, with an intersection over union above 0.5. The confidence above the table is the mean of this column.",
+  mean_probability:
     "Mean probability, according to the model, that the voxels of the object are not background. An object with a high probability can still be split, merged or outlined wrongly. The confidence above the table refers to the whole result.",
 };
 
@@ -273,7 +276,7 @@ export class ObjectsView extends EventTarget {
         dot.style.background = getCssColor(label);
         return element("td", {}, dot, String(label));
       }
-      if (name === "confidence") return element("td", {}, `${Math.round(value * 100)}%`);
+      if (name === "confidence" || name === "mean_probability") return element("td", {}, `${Math.round(value * 100)}%`);
       if (name === "touching_border") return element("td", {}, value ? "yes" : "");
       return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
     });
@@ -300,7 +303,8 @@ function listDisplayedColumns(table) {
   // The label of a tracked object equals the id of its track.
   const idColumns = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
   const sizeColumns = ["equivalent_diameter_area", "area"];
-  return [...idColumns, ...sizeColumns, ...intensityColumns, "confidence", "touching_border"].filter((name) =>
+  const confidenceColumn = hasCalibratedConfidence(table) ? "confidence" : "mean_probability";
+  return [...idColumns, ...sizeColumns, ...intensityColumns, confidenceColumn, "touching_border"].filter((name) =>
     table.columns.has(name),
   );
 }

@@ -17,7 +17,7 @@ import { drawScreenshot } from "./screenshots.js";
 /** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
 const CONFIDENCE_EXPLANATION =
-  "Estimated probability that the result as a whole is good, from the model's scores and the sizes of the objects. The column “Prob.” of the table means something else: the probability that the voxels of an object are not background.";
+  "Estimated from the model's scores and the sizes of the objects. If the table has a column “Conf.”, this is the expected F1 score, the mean of that column. Otherwise it is the probability that the result as a whole is good.";
 const WITHOUT_CORRECTIONS_NOTE =
   "These files do not include your corrections. You can export the corrected labels on the Correct tab.";
 

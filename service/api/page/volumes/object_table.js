@@ -26,6 +26,12 @@ export function getColumn(table, name) {
   return table.columns.get(name) ?? new Float64Array(table.length);
 }
 
+/** @param {Table} table @returns {boolean} whether the confidences are probabilities that the objects are right, and not mean probabilities of voxels */
+export function hasCalibratedConfidence(table) {
+  const means = getColumn(table, "mean_probability");
+  return getColumn(table, "confidence").some((confidence, row) => confidence !== means[row]);
+}
+
 /**
  * Return the indices of the rows within all limits, sorted by a column.
  * @param {Table} table @param {string} sortColumn @param {boolean} isDescending
