@@ -65,6 +65,8 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
         ("input.normalisation", [{"kind": "zscore"}], "one mapping for each of the 2 channels"),
         ("input.tiling", "other", "input.tiling"),
         ("input.mirror_axes", ["t"], "input.mirror_axes"),
+        ("input.default_diameter", "wide", "input.default_diameter: Expected a diameter"),
+        ("input.default_diameter", "2,5,5px", "input.default_diameter requires input.diameter"),
         ("input.crop_zeros", True, "input.crop_zeros requires"),
         ("decoding", {"kind": "regions", "classes": [1]}, "one class for each of the 2 outputs"),
         ("decoding", {"kind": "regions", "classes": [1, 0]}, "decoding.regions.classes.1"),

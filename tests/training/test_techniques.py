@@ -8,7 +8,13 @@ from torch import nn
 
 from service.models.architectures.build import build_network
 from service.models.spec import Architecture
-from service.training.techniques import checkpoint_blocks, find_blocks, make_convolutions_safe, recompute_statistics
+from service.training.techniques import (
+    checkpoint_blocks,
+    find_blocks,
+    make_convolutions_safe,
+    recompute_statistics,
+    update_average,
+)
 
 IO_CHANNELS = {"spatial_dims": 3, "in_channels": 1, "out_channels": 2}
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -82,3 +88,14 @@ def test_bfloat16_gradients_match_float32(plane_count: int, kernel_size: int) ->
         assert reference.weight.grad is not None
         error = (layer.weight.grad - reference.weight.grad).abs().max()
         assert error < 0.02 * reference.weight.grad.abs().max()
+
+
+def test_averaged_statistics_change_more_slowly_than_those_of_the_network() -> None:
+    network = nn.BatchNorm3d(1)
+    copied, averaged = copy.deepcopy(network), copy.deepcopy(network)
+    network.running_mean.fill_(1)
+    network.num_batches_tracked.fill_(5)
+    update_average(copied, network, 0.9)
+    update_average(averaged, network, 0.9, 0.75)
+    assert (copied.running_mean.item(), averaged.running_mean.item()) == (1, 0.25)
+    assert averaged.num_batches_tracked == 5

@@ -312,3 +312,25 @@ def test_voxels_that_a_window_is_interpolated_from_are_counted(width: tuple[floa
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < estimated.host_bytes - plain.host_bytes < 8 * peak
+
+
+def test_default_diameter_of_a_model_is_used_unless_the_request_specifies_one(random_nuclei) -> None:
+    spec = random_nuclei.model_copy(
+        update={
+            "input": random_nuclei.input.model_copy(
+                update={"diameter": 10.0, "default_diameter": "2,10,10um", "estimate_diameter": True}
+            )
+        }
+    )
+    estimator, volume = Estimator(spec, SETTINGS), describe(40, 80, 80, voxel_size=VoxelSize(1, 1, 1))
+    plan, estimate = estimator.plan_request(volume, Options())
+    assert (plan.diameter, plan.needs_diameter_estimate) == (Diameter((2.0, 10.0, 10.0), "um"), False)
+    assert estimate.working_size == (200, 80, 80)
+    assert "10 um wide and 2 um deep, as in the stacks that the model was trained on" in plan.diameter_notes[0]
+    assert estimator.get_diameter_setting(Options()) == plan.diameter
+    for diameter, needs_estimate in (("auto", True), ("none", False), (Diameter((5.0,), "px"), False)):
+        plan = estimator.plan(Options(diameter=diameter))
+        assert (plan.needs_diameter_estimate, plan.diameter_notes) == (needs_estimate, ())
+        assert plan.diameter == (None if isinstance(diameter, str) else diameter)
+    with pytest.raises(BadParameter, match="does not specify a voxel size"):
+        estimator.plan_request(describe(40, 80, 80), Options())

@@ -41,6 +41,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     step: "any",
     required: true,
   });
+  const partialCheckbox = element("input", { type: "checkbox" });
   const checkboxes = createCheckboxes(annotations);
   preselectStacks(checkboxes, initialBaseModel, models);
   const problemText = element("p", { class: "warning-text", role: "alert" });
@@ -52,6 +53,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       annotations: selectedIds,
       minutes: Number(minutesInput.value),
       name: nameInput.value,
+      partial: partialCheckbox.checked,
     });
     try {
       if (selectedIds.length === 0) throw new Problem("", "Select at least one annotated stack.", 0);
@@ -100,6 +102,13 @@ export async function openTrainingDialog(maxMinutes, model = "") {
         "Training continues from the base model on the selected stacks and creates a new model. The base model does not change.",
       ),
       stackList,
+      element(
+        "label",
+        { class: "choice" },
+        partialCheckbox,
+        element("span", {}, "Only some of the objects have correct labels"),
+        element("span", { class: "muted small" }, "Unlabeled regions then do not count as background."),
+      ),
       field("Base model", baseModelSelect),
       field("Name of the new model", nameInput),
       field(
