@@ -14,7 +14,9 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -33,9 +35,8 @@ public:
     const int helpers = static_cast<int>(std::min<int64_t>(threads, count)) - 1;
     if (helpers > 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      for (; threads_ < helpers; ++threads_)
-        std::thread([this] { help(); }).detach();
-      for (int helper = 0; helper < helpers; ++helper)
+      start_threads(helpers);
+      for (int helper = 0; helper < std::min(helpers, threads_); ++helper)
         jobs_.push_back(job);
       available_.notify_all();
     }
@@ -77,6 +78,16 @@ private:
     std::mutex mutex;
     std::condition_variable finished;
   };
+
+  // Starts threads until there are `count`, or as many as the operating system allows.
+  void start_threads(int count) {
+    try {
+      for (; threads_ < count; ++threads_)
+        std::thread([this] { help(); }).detach();
+    } catch (const std::system_error &) {
+      // The callers do the work that no other thread does.
+    }
+  }
 
   void help() {
     std::unique_lock<std::mutex> lock(mutex_);
