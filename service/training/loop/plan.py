@@ -22,9 +22,6 @@ CURVE_COLUMNS = (
     "precision",
     "recall",
 )
-# Maximum learning rate from random weights, and for fine-tuning, where a higher rate destroys what the network knows.
-SCRATCH_LEARNING_RATE = 1e-3
-FINE_TUNING_LEARNING_RATE = 3e-4
 # Fraction of the training during which the learning rate increases.
 WARM_UP_FRACTION = 0.05
 
@@ -96,7 +93,7 @@ class TrainingPlan(Training):
 
     def get_learning_rate(self, progress: float) -> float:
         """Return the learning rate after a fraction of the training: a linear warm-up, and then a cosine decay."""
-        maximum = SCRATCH_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+        maximum = self.learning_rate
         if progress < WARM_UP_FRACTION:
             return maximum * (0.1 + 0.9 * progress / WARM_UP_FRACTION)
         decay = 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP_FRACTION) / (1 - WARM_UP_FRACTION)))

@@ -17,7 +17,7 @@ from service.engine import precision
 from service.models.architectures.build import build_network
 from service.models.loader import load_network
 from service.models.spec import ModelSpec, check_trainable
-from service.training.loop.plan import FINE_TUNING_LEARNING_RATE, SCRATCH_LEARNING_RATE, TrainingPlan
+from service.training.loop.plan import TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.stacks.blocks import BlockDataset
@@ -57,9 +57,6 @@ def prepare_training(
         network = load_network(base) if base is not None else _build_random_network(draft)
         _check_crop_size(network, edge)
         plan = TrainingPlan(**trainer_settings.training.model_dump())
-        if plan.learning_rate is None:
-            rate = SCRATCH_LEARNING_RATE if base is None else FINE_TUNING_LEARNING_RATE
-            plan = plan.model_copy(update={"learning_rate": rate})
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer
