@@ -108,7 +108,7 @@ def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, o
     expect(page.get_by_text("confidence", exact=False).locator("xpath=self::abbr")).to_have_attribute(
         "title", re.compile("expected F1")
     )
-    expect(page.get_by_role("button", name="Prob.")).to_have_attribute("title", re.compile("are not background"))
+    expect(page.get_by_role("button", name="Conf.")).to_have_attribute("title", re.compile("matches a true object"))
     check_accessibility(page)
     page.get_by_role("button", name="Show the better result").click()
     expect(page.locator("#side")).to_contain_text("membranes/1")

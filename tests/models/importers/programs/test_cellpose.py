@@ -37,7 +37,7 @@ def test_file_without_suffix_is_recognized_and_described_completely():
     arguments = {"in_channels": 2, "features": [6, 12, 24, 48], "kernel_size": 3}
     assert spec.architecture.arguments == arguments
     assert (spec.input.channels, spec.input.diameter) == (1, 17)
-    assert spec.input.default_diameter == "12.27px"
+    assert spec.input.default_diameter == "12.2734px"
     assert (spec.tiling.name, spec.input.roi_size, spec.decoding.kind) == ("cellpose", (4, 224, 224), "flows")
     assert any("--channels 2" in note for note in draft.notes)
 
