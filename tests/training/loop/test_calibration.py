@@ -4,6 +4,7 @@ import pytest
 from service.core.types import Objects
 from service.inference.diameter.confidence import predict_confidence
 from service.models.spec import Calibration
+from service.models.spec_parts import ObjectCalibration
 from service.training.loop.calibration import calibrate
 
 BASE = Calibration(intercept=-19, certainty=1, peak=23, size=-6, giants=4, threshold=0.6, sheets="membranes")
@@ -24,6 +25,13 @@ def test_confidence_in_the_held_out_result_equals_its_score(f1: float) -> None:
     assert worse_confidence is not None
     assert worse_confidence < 0.7 * confidence
     assert (calibration.threshold, calibration.sheets) == (BASE.threshold, BASE.sheets)
+
+
+def test_calibration_of_single_objects_is_not_inherited() -> None:
+    single_objects = ObjectCalibration(intercept=1, certainty=1, peak=1, size=1, result=1, threshold=0.5)
+    calibration = calibrate(BASE.model_copy(update={"objects": single_objects}), [make_objects(9, 0.8, 0.6)], 20, 0.5)
+    assert calibration is not None
+    assert calibration.objects is None
 
 
 def test_calibration_needs_objects() -> None:
