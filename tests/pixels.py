@@ -1,4 +1,4 @@
-"""Pixels of every supported dtype, and variants of a model's input specification."""
+"""Pixels of every supported dtype, overlaps of objects, and variants of a model's input specification."""
 
 import numpy as np
 
@@ -24,3 +24,13 @@ def noise(*shape, dtype="uint16", seed=None):
     if np.dtype(dtype).kind == "f":
         return rng.normal(size=shape).astype(dtype)
     return rng.integers(0, 120, shape).astype(dtype)
+
+
+def compute_overlaps(labels, expected):
+    """Return, for each expected object, its intersection over union with the object that covers most of it."""
+    overlaps = []
+    for number in range(1, int(expected.max()) + 1):
+        mask = expected == number
+        best = np.bincount(labels[mask], minlength=2)[1:].argmax() + 1
+        overlaps.append((mask & (labels == best)).sum() / (mask | (labels == best)).sum())
+    return overlaps

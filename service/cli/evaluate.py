@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from service.cli.options import add_annotated_stacks
 from service.core.config import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg evaluate`."""
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="*",
-        metavar="FOLDER",
-        help="Folder with a stack (image.tif) and its labels (mask.tif)",
-    )
-    parser.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to segment")
-    parser.add_argument(
-        "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
-    )
+    add_annotated_stacks(parser, "Stacks to segment")
     parser.add_argument(
         "--model",
         help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",

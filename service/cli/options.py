@@ -45,6 +45,21 @@ def add_settings_options(command: argparse.ArgumentParser, default: str | None =
     )
 
 
+def add_annotated_stacks(command: argparse.ArgumentParser, images_help: str) -> None:
+    """Add the arguments FOLDER, `--images` and `--labels`, which specify stacks with their labels."""
+    command.add_argument(
+        "folders",
+        type=Path,
+        nargs="*",
+        metavar="FOLDER",
+        help="Folder with a stack (image.tif) and its labels (mask.tif)",
+    )
+    command.add_argument("--images", type=Path, nargs="+", default=[], help=images_help)
+    command.add_argument(
+        "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
+    )
+
+
 def load_settings(options: argparse.Namespace) -> Settings:
     """Load the settings that the options select. Raises ConfigError."""
     settings = read_settings(options.config)

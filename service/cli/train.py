@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from service.cli.options import add_annotated_stacks
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.sections.computing import Training
@@ -48,17 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_stack_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for the annotated stacks."""
-    parser.add_argument(
-        "folders",
-        type=Path,
-        nargs="*",
-        metavar="FOLDER",
-        help="Folder with a stack (image.tif) and its labels (mask.tif)",
-    )
-    parser.add_argument("--images", type=Path, nargs="+", default=[], help="Stacks to train on")
-    parser.add_argument(
-        "--labels", type=Path, nargs="+", default=[], help="Ground-truth labels for --images, in the same order"
-    )
+    add_annotated_stacks(parser, "Stacks to train on")
     parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
     parser.add_argument(
         "--axes",

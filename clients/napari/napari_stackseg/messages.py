@@ -6,7 +6,7 @@ import re
 
 from stackseg_client import ProblemError
 
-# What the server calls its parameters, and what they are called in the widget.
+# Names of parameters in messages of the server, and their names in the widget.
 _WORDS = {
     r"\bset diameter=none\b": "choose Object diameter: original resolution",
     r"\bset diameter=": "choose another object diameter",
@@ -26,7 +26,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def rephrase(message: str) -> str:
-    """Replace parameters of the API in a message by what the widget calls them."""
+    """Replace the names of parameters of the API in a message by those in the widget."""
     for pattern, words in _WORDS.items():
         message = re.sub(pattern, words, message)
     return message

@@ -232,7 +232,7 @@ async function loadModels() {
   service.defaultModel = response.default;
 }
 
-/** Load what the caller may do, which can change if the service is restarted. */
+/** Load the permissions of the caller, which can change if the service is restarted. */
 async function loadCapabilities() {
   Object.assign(service.capabilities, await requestJson("limits"));
 }

@@ -44,7 +44,7 @@ export function acceptDrops(dropArea, ondrop) {
   };
 }
 
-/** Read what was dropped. This has to happen in the event handler, because browsers clear the data afterwards. @param {DataTransfer} dataTransfer @returns {Selection} */
+/** Read the dropped files and folders. This has to happen in the event handler, because browsers clear the data afterwards. @param {DataTransfer} dataTransfer @returns {Selection} */
 function readDrop(dataTransfer) {
   const entries = [...dataTransfer.items].map((item) => item.webkitGetAsEntry()).filter((entry) => entry !== null);
   const files = [...dataTransfer.files];

@@ -6,7 +6,7 @@ import { isFinished } from "../result/run_view.js";
 /** @typedef {import("openapi").Inspection} Inspection */
 /** @typedef {Record<string, string>} Parameters values by parameter name; parameters with empty values are not sent */
 /** @typedef {{channel: string, time: string, link: string, voxel_size: string}} SharedMetadata parameters that apply only to files that need them: channel: files with several channels; time and link: time series; voxel_size: files without one */
-/** @typedef {{channelCount: number, times: number, lacksVoxelSize: boolean}} Facts what a file contains, regardless of the request parameters */
+/** @typedef {{channelCount: number, times: number, lacksVoxelSize: boolean}} Facts the content of a file, regardless of the request parameters */
 /** @typedef {{slug: string, message: string, suggestedValues: Record<string, string>}} EntryProblem */
 
 /**

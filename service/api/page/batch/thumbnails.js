@@ -13,7 +13,7 @@ const OUTLINE_STYLE = { fillObjects: false, selectedId: 0, hiddenFlags: null, co
 
 /** @typedef {import("./entries.js").Parameters} Parameters */
 
-/** Return a key of what the thumbnail of an entry should show. Without a stored stack, the thumbnail does not change. @param {Entry} entry @param {Parameters} parameters of the request */
+/** Return a key that identifies the content of the thumbnail of an entry. Without a stored stack, the thumbnail does not change. @param {Entry} entry @param {Parameters} parameters of the request */
 export function getThumbnailKey({ stack, inspection, report, isGone, thumbnailKey }, parameters) {
   if (!inspection || !stack || isGone) return thumbnailKey;
   const { scene, channel, time, axes } = parameters;

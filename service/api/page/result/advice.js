@@ -7,7 +7,7 @@ import { describeSetting } from "../core/terminology.js";
 /** @typedef {{parameter: string, value: string}} Suggestion a parameter to try, and its value */
 
 const MAX_JOBS = 200;
-/** Parameters that select what is segmented. Results are compared only if these are equal. */
+/** Parameters that select the segmented part of the stack. Results are compared only if these are equal. */
 const INPUT_PARAMETERS = ["scene", "channel", "time", "axes"];
 /** Minimum difference between the log odds of two confidences for which the better result is recommended. */
 const MIN_LOG_ODDS_DIFFERENCE = 0.5;
@@ -22,7 +22,7 @@ export async function fetchResults(stack, signal) {
   return jobs.filter((job) => job.parameters.stack === stack && ["done", "expired"].includes(job.state));
 }
 
-/** Return what the service suggests to try next, or null. @param {Job} job @returns {Suggestion | null} */
+/** Return the suggestion of the service for the next request, or null. @param {Job} job @returns {Suggestion | null} */
 export function getSuggestion({ doubt }) {
   const text = String(doubt?.try ?? "");
   const separator = text.indexOf("=");

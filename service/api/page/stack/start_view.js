@@ -126,7 +126,7 @@ function createRecentJobsSection(jobs, openJob, onchange) {
       countElements[index].closest("li")?.classList.toggle("missing", isMissing);
     }
   };
-  // If the service does not respond, the list shows what is known about the jobs.
+  // If the service does not respond, the list shows the last known states of the jobs.
   showStates().catch(() => undefined);
   /** @param {import("./recent_jobs.js").RecentJob} entry */
   const removeEntry = async ({ job, name }) => {

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from service.core.errors import UnsupportedPackage
-from service.core.files.zip_archive import open_torch_archive
+from service.core.files.zip_archive import ARCHIVE_ERRORS, open_torch_archive
 from service.models.importers.checkpoint import fit_tensors, read_checkpoint
 from service.models.importers.draft import Draft
 from service.models.spec import Architecture
@@ -67,15 +67,7 @@ def _read_description(path: Path) -> bytes:
             if not names or archive.getinfo(names[0]).file_size > MAX_DESCRIPTION_BYTES:
                 return b""
             return archive.read(names[0])
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-        LookupError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        UnsupportedPackage,
-    ):
+    except (OSError, LookupError, UnsupportedPackage, *ARCHIVE_ERRORS):
         return b""
 
 

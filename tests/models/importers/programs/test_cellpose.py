@@ -1,6 +1,7 @@
 """Tests of importing files of Cellpose. `scripts/fixtures/cellpose.py` has created the model with the original."""
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_files_of_other_programs_are_not_claimed(tmp_path):
     torch.save({"conv.weight": torch.zeros(2, 1, 3, 3, 3)}, tmp_path / "other.pth")
     (tmp_path / "text").write_text("downsample.down.res_down_0.conv.conv_0.2.weight")
     assert not any(map(cellpose.is_supported, (tmp_path / "other.pth", tmp_path / "text", tmp_path)))
+
+
+def test_archive_with_damaged_compressed_member_is_not_claimed(tmp_path):
+    path = tmp_path / "damaged"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("damaged/data.pkl", bytes(range(256)) * 100)
+        start = archive.infolist()[0].header_offset + 30 + len("damaged/data.pkl")
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = b"\xff" * 40
+    path.write_bytes(content)
+    assert not cellpose.is_supported(path)
 
 
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):

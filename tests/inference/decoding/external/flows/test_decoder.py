@@ -9,6 +9,7 @@ import torch
 from importing import import_model
 from live import as_tiff, eager_settings, serve
 from paths import ROOT
+from pixels import compute_overlaps
 
 from service.core.errors import BadParameter, Cancelled
 from service.core.quantities import Diameter, ObjectVolume, VoxelSize
@@ -44,16 +45,6 @@ def models(tmp_path_factory):
 def read_volume(name: str) -> Volume:
     pixels = tifffile.imread(FIXTURES / f"{name}.tif")
     return Volume.from_array(pixels if pixels.ndim == 4 else pixels[None], STACKS[name][0])
-
-
-def compute_overlaps(labels: np.ndarray, expected: np.ndarray) -> list[float]:
-    """Return, for each expected object, its intersection over union with the object that covers most of it."""
-    overlaps = []
-    for number in range(1, int(expected.max()) + 1):
-        mask = expected == number
-        best = np.bincount(labels[mask], minlength=2)[1:].argmax() + 1
-        overlaps.append((mask & (labels == best)).sum() / (mask | (labels == best)).sum())
-    return overlaps
 
 
 @pytest.mark.parametrize("name", STACKS)

@@ -13,6 +13,7 @@ import torch
 from importing import import_model
 from live import eager_settings
 from paths import ROOT
+from pixels import compute_overlaps
 
 from service.core.errors import BadParameter, Cancelled, InternalError, OutOfMemory, TooLarge
 from service.core.quantities import ObjectVolume
@@ -79,16 +80,6 @@ def unet_runner(tmp_path_factory) -> ModelRunner:
         FIXTURES / "unet", tmp_path_factory.mktemp("models"), {"input": {"roi_size": (28, 88, 96)}}
     ).spec
     return ModelRunner(spec, eager_settings(spec.folder.parent, engine=FP32))
-
-
-def compute_overlaps(labels: np.ndarray, expected: np.ndarray) -> list[float]:
-    """Return, for each expected object, its intersection over union with the object that covers most of it."""
-    overlaps = []
-    for number in range(1, int(expected.max()) + 1):
-        mask = expected == number
-        best = np.bincount(labels[mask], minlength=2)[1:].argmax() + 1
-        overlaps.append((mask & (labels == best)).sum() / (mask | (labels == best)).sum())
-    return overlaps
 
 
 @needs_stardist
