@@ -1,28 +1,16 @@
 import numpy as np
 import pytest
 import torch
+from new_models import make_new_spec
 
 from scripts.recipes.synthetic_nuclei import synthesize
-from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 from service.training.instance_targets import compute_instance_targets
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
 from service.training.loop.plan import ObjectCounts
-from service.training.model_folder import NEW_MODEL_CONTENT
 
 DECODING = Instances(kind="instances", threshold=0.5, min_confidence=0.8, minimum_size=8)
-SPEC = ModelSpec.model_validate(
-    {
-        **NEW_MODEL_CONTENT,
-        "name": "mine",
-        "version": "1",
-        "summary": "",
-        "training_data": "",
-        "weights": {"sha256": "0" * 64},
-        "folder": ".",
-        "decoding": DECODING,
-    }
-)
+SPEC = make_new_spec(decoding=DECODING)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from monai.networks.nets.dynunet import DynUNet
+from new_models import make_new_spec
 from safetensors.torch import load_file
 from torch import nn
 
@@ -15,29 +16,18 @@ from scripts.recipes.sources import PercentileNormalization
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
 from service.models.architectures.shuffle_unet import ShuffleUNet
-from service.models.spec import ModelSpec
 from service.training.examples import Pair
 from service.training.instance_targets import instance_loss
 from service.training.loop import trainer as training_loop
 from service.training.loop.plan import CURVE_COLUMNS, TrainingPlan
 from service.training.loop.trainer import CHECKPOINT_FILE, CURVE_FILE, Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
-from service.training.model_folder import NEW_MODEL_CONTENT, save_weights
+from service.training.model_folder import save_weights
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import StackPart, split_part
 
 CPU = torch.device("cpu")
-SPEC = ModelSpec.model_validate(
-    {
-        **NEW_MODEL_CONTENT,
-        "name": "mine",
-        "version": "1",
-        "summary": "",
-        "training_data": "",
-        "weights": {"sha256": "0" * 64},
-        "folder": Path(),
-    }
-)
+SPEC = make_new_spec()
 PLAN = TrainingPlan(steps=6, batch_size=1, edge=16, every=2, pool=2, statistics=2, learning_rate=3e-3)
 
 

@@ -2,29 +2,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from new_models import make_new_spec
 from numpy.typing import NDArray
 
 from service.core.errors import BadParameter
 from service.core.quantities import Diameter
 from service.core.types import Volume
 from service.inference.preprocessing.resample import prepare
-from service.models.spec import ModelSpec
-from service.training.model_folder import NEW_MODEL_CONTENT
 from service.training.stacks.annotated_stack import AnnotatedStack, Region
 from service.training.stacks.parts import StackPart, hold_out_parts, resample_stack, split_part
 
-SPEC = ModelSpec.model_validate(
-    {
-        **NEW_MODEL_CONTENT,
-        "name": "mine",
-        "version": "1",
-        "summary": "",
-        "training_data": "",
-        "weights": {"sha256": "0" * 64},
-        "folder": ".",
-        "input": NEW_MODEL_CONTENT["input"] | {"diameter": 16, "roi_size": [16, 16, 16]},
-    }
-)
+SPEC = make_new_spec(input={"diameter": 16, "roi_size": [16, 16, 16]})
 
 
 def make_grid(shape: tuple[int, int, int], pitch: tuple[int, int, int] = (6, 6, 6)) -> NDArray[np.uint16]:
