@@ -157,7 +157,7 @@ class ModelSpec(FrozenModel):
     def tiling(self) -> Tiling:
         """Positions of the windows, and their scores."""
         if isinstance(self.decoding, Flows):
-            return Tiling("cellpose")
+            return Tiling("cellpose", is_fixed=self.decoding.tiles == "fixed")
         if not isinstance(self.decoding, StarConvex):
             return Tiling(self.input.tiling)
         return Tiling("stardist", self.input.roi_multiple or self.decoding.grid, self.decoding.grid)

@@ -71,11 +71,14 @@ class Tiling(NamedTuple):
                are tiles of planes, which overlap along y and x only.
     alignment  the first voxels of all windows are multiples of these numbers (z, y, x), which also divide the window
     step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
+    is_fixed   whether tiles of Cellpose keep their size if a plane is smaller; otherwise they have the size of the
+               plane, with padding
     """
 
     name: TilingName = "monai"
     alignment: tuple[int, int, int] = (1, 1, 1)
     step: tuple[int, int, int] = (1, 1, 1)
+    is_fixed: bool = False
 
 
 # Windows as MONAI places them.
@@ -239,6 +242,8 @@ class Flows(FrozenModel):
     resampled to the grid of the stack before they are decoded.
 
     threshold         foreground probability above which a voxel belongs to an object
+    tiles             whether tiles have the size of the plane if it is smaller than `roi_size` (fitted), or planes are
+                      padded to `roi_size` (fixed), as transformers require
     steps             number of steps along the flow if the objects have the diameter `input.diameter`; the number is
                       proportional to the diameter
     minimum_size      size in voxels of the stack below which objects are dropped
@@ -249,6 +254,7 @@ class Flows(FrozenModel):
     """
 
     kind: Literal["flows"]
+    tiles: Literal["fitted", "fixed"] = "fitted"
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
     steps: Annotated[int, Field(ge=1, le=100_000)] = 200
     minimum_size: Annotated[int, Field(ge=0)] = 15

@@ -106,7 +106,7 @@ def _estimate_planes(spec: ModelSpec, volume: Extent, plan: Plan, memory: Window
     size, stored_size = compute_working_size(volume, spec, plan.diameter), as_size(volume.shape[1:])
     image_bytes, score_bytes = (4 * count * math.prod(size) for count in (spec.input.channels, len(spec.outputs)))
     host_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size).host_bytes + score_bytes + image_bytes
-    grids, running_bytes = cover_planes(size, spec.input.roi_size, plan.overlap), 0
+    grids, running_bytes = cover_planes(size, spec.input.roi_size, plan.overlap, spec.tiling), 0
     for grid in grids:
         num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
         num_floats = count_buffered_floats(grid, len(spec.outputs), uses_kernel=False)

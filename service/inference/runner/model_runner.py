@@ -190,7 +190,7 @@ class ModelRunner:
         """Return the function that yields the scores of a request: `run`, or another function that calls `run`."""
         if isinstance(self.spec.decoding, Flows):
             module = import_module("service.inference.windows.orthogonal_planes")
-            planes: RunWindows = module.OrthogonalPlanes(run, self._resize_window)
+            planes: RunWindows = module.OrthogonalPlanes(run, self._resize_window, self.spec.tiling)
             return planes
         if self._settings.windows.inferer == "own":
             return run

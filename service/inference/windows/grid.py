@@ -85,7 +85,7 @@ class Grid:
     def cover(cls, size: Size, window_size: Size, overlap: float, tiling: Tiling = MONAI_TILING) -> Grid:
         """Return the window positions for this overlap, a fraction of the window (0 <= overlap < 1)."""
         aligned_size = round_up(size, tiling.alignment)
-        min_size = _pad_planes(size) if tiling.name == "cellpose" else aligned_size
+        min_size = _pad_planes(size, window_size, tiling) if tiling.name == "cellpose" else aligned_size
         padded_size = as_size([max(pair) for pair in zip(window_size, min_size, strict=True)])
         padding = [padded_length - n for padded_length, n in zip(padded_size, aligned_size, strict=True)]
         compute_starts = _START_FUNCTIONS[tiling.name]
@@ -216,25 +216,28 @@ def _compute_tile_starts(length: int, window_length: int, overlap: float) -> tup
     return tuple(int(last / intervals * index) if index < intervals else last for index in range(intervals + 1))
 
 
-def _pad_planes(size: Size) -> Size:
-    """Return the size of a stack whose planes are padded as in `get_pad_yx` in Cellpose."""
-    z, y, x = size
-    _, padded_y, padded_x = round_up((1, y, x), (1, PLANE_PADDING, PLANE_PADDING))
-    return z, padded_y + PLANE_PADDING, padded_x + PLANE_PADDING
+def _pad_planes(size: Size, tile: Size, tiling: Tiling) -> Size:
+    """Return the size of a stack whose planes are padded for a tile, as in `get_pad_yx` in Cellpose."""
+    padded = list[int]()
+    for length, tile_length in zip(size[1:], tile[1:], strict=True):
+        is_short = tiling.is_fixed and length < tile_length
+        padded.append((length if is_short else -(-length // PLANE_PADDING) * PLANE_PADDING) + PLANE_PADDING)
+    return size[0], padded[0], padded[1]
 
 
-def fit_tile(size: Size, window_size: Size) -> Size:
-    """Return the tile for a stack of planes with this `size` (planes, rows, columns): a padded plane, if it is smaller.
+def fit_tile(size: Size, tile: Size, tiling: Tiling) -> Size:
+    """Return the tile for a stack of planes with this `size` (planes, rows, columns).
 
-    The style of Cellpose's network is a mean over the tile, so the tile must not contain additional padding.
+    If a plane is smaller than `tile` and tiles are not fixed, the tile is the padded plane. The style of Cellpose's
+    residual network is a mean over the tile, so its tiles must not contain additional padding.
     """
-    return as_size([window_size[0], *map(min, window_size[1:], _pad_planes(size)[1:])])
+    return tile if tiling.is_fixed else as_size([tile[0], *map(min, tile[1:], _pad_planes(size, tile, tiling)[1:])])
 
 
-def cover_planes(size: Size, window_size: Size, overlap: float) -> list[Grid]:
+def cover_planes(size: Size, tile: Size, overlap: float, tiling: Tiling) -> list[Grid]:
     """Return the tiles of the planes of each orientation in a volume of `size` (Z, Y, X)."""
     sizes = [as_size([size[axis] for axis in axes]) for axes in PLANE_ORIENTATIONS]
-    return [Grid.cover(rotated, fit_tile(rotated, window_size), overlap, Tiling("cellpose")) for rotated in sizes]
+    return [Grid.cover(rotated, fit_tile(rotated, tile, tiling), overlap, tiling) for rotated in sizes]
 
 
 _START_FUNCTIONS: dict[TilingName, Callable[[int, int, float], tuple[int, ...]]] = {

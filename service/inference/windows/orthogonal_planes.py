@@ -11,6 +11,7 @@ from service.core.quantities import Size
 from service.inference.windows.blending import Slab
 from service.inference.windows.grid import PLANE_ORIENTATIONS, as_size, cover_planes
 from service.inference.windows.sliding_window import SlidingWindow
+from service.models.spec_parts import Tiling
 
 # Number of planes of a yielded slab. Decoders copy the planes of a slab.
 SLAB_PLANES = 16
@@ -24,12 +25,16 @@ class OrthogonalPlanes:
 
     run     runs the network on the windows of an image
     resize  returns a `SlidingWindow` for the same network and another window size
+    tiling  positions of the tiles on the planes
     """
 
     def __init__(
-        self, run: Callable[..., Iterator[Slab]], resize: Callable[[SlidingWindow, Size], SlidingWindow]
+        self,
+        run: Callable[..., Iterator[Slab]],
+        resize: Callable[[SlidingWindow, Size], SlidingWindow],
+        tiling: Tiling,
     ) -> None:
-        self._run, self._resize = run, resize
+        self._run, self._resize, self._tiling = run, resize, tiling
 
     def __call__(
         self,
@@ -45,7 +50,8 @@ class OrthogonalPlanes:
 
         The outputs of the network are a score without direction, and a vector (z, y, x) of which z is across the plane.
         """
-        grids = cover_planes(as_size(image.shape[2:]), as_size(window.batch.shape[2:]), overlap)
+        tile = as_size(window.batch.shape[2:])
+        grids = cover_planes(as_size(image.shape[2:]), tile, overlap, self._tiling)
         counts = [grid.num_windows for grid in grids]
         total = torch.zeros(())
         for index, (axes, grid) in enumerate(zip(PLANE_ORIENTATIONS, grids, strict=True)):

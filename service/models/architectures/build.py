@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from service.core.errors import BrokenModel
 from service.models.architectures import nnunet, pytorch3dunet
 from service.models.architectures.cellpose import CellposeNet
+from service.models.architectures.cellpose_sam import CellposeSam
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.architectures.stardist import StarDistResNet, StarDistUNet
 from service.models.spec import Architecture
@@ -41,6 +42,7 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "ShuffleUNet": ShuffleUNet,
     **{name: _make_monai_constructor(name) for name in MONAI_NETWORKS},
     "CellposeNet": CellposeNet,
+    "CellposeSam": CellposeSam,
     "StarDistUNet": StarDistUNet,
     "StarDistResNet": StarDistResNet,
     **nnunet.CONSTRUCTORS,

@@ -96,7 +96,34 @@ class Blocks(nn.Module):
         self.add_module(name, nn.ModuleDict(blocks))
 
 
-class CellposeNet(nn.Module):
+class PlaneNetwork(nn.Module):
+    """A network that scores each plane of a window separately.
+
+    in_channels  number of channels of the network; if windows have fewer channels, the others are zero
+    """
+
+    in_channels: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute the scores of planes: [B, C, z, y, x] -> [B, 4, z, y, x].
+
+        The outputs are the logit of the foreground probability, and the flow along z, y and x, times 5. The flow along
+        z is 0.
+        """
+        batch_size, channels, depth, height, width = x.shape
+        planes = x.transpose(1, 2).reshape(batch_size * depth, channels, height, width)
+        if channels < self.in_channels:
+            planes = functional.pad(planes, (0, 0, 0, 0, 0, self.in_channels - channels))
+        scores = self.score_planes(planes).reshape(batch_size, depth, 3, height, width).transpose(1, 2)
+        # The logit is the last output of the network.
+        return torch.cat((scores[:, 2:], torch.zeros_like(scores[:, :1]), scores[:, :2]), 1)
+
+    def score_planes(self, x: Tensor) -> Tensor:
+        """Compute the flow along y and x and the logit of planes: [N, C, y, x] -> [N, 3, y, x]."""
+        raise NotImplementedError
+
+
+class CellposeNet(PlaneNetwork):
     """Cellpose's network for planes. The keyword arguments are `CellposeSettings`.
 
     The edge lengths of a plane must be multiples of 2 to the power of the number of levels below the first.
@@ -116,20 +143,6 @@ class CellposeNet(nn.Module):
         }
         self.downsample, self.upsample = Blocks("down", **down), Blocks("up", **up)
         self.output = make_layer(features[0], 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the scores of planes: [B, C, z, y, x] -> [B, 4, z, y, x].
-
-        The outputs are the logit of the foreground probability, and the flow along z, y and x, times 5. The flow along
-        z is 0.
-        """
-        batch_size, channels, depth, height, width = x.shape
-        planes = x.transpose(1, 2).reshape(batch_size * depth, channels, height, width)
-        if channels < self.in_channels:
-            planes = functional.pad(planes, (0, 0, 0, 0, 0, self.in_channels - channels))
-        scores = self.score_planes(planes).reshape(batch_size, depth, 3, height, width).transpose(1, 2)
-        # The logit is the last output of the network.
-        return torch.cat((scores[:, 2:], torch.zeros_like(scores[:, :1]), scores[:, :2]), 1)
 
     def score_planes(self, x: Tensor) -> Tensor:
         """Compute the flow along y and x and the logit of planes: [N, C, y, x] -> [N, 3, y, x]."""

@@ -1,15 +1,16 @@
-"""Read a model of Cellpose 1 to 3: a file of tensors, usually without a suffix, as `CPnet.save_model` writes it.
+"""Read a model of Cellpose: a file of tensors, usually without a suffix, as Cellpose writes it.
 
-Other files of Cellpose are recognized to refuse them by name: denoising models, transformers, and size models.
+The network is the residual U-Net of Cellpose 1 to 3, or the transformer of Cellpose-SAM. Other files of Cellpose are
+recognized to refuse them by name: denoising models, other transformers, and size models.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from service.models.spec import Architecture
 
 FIRST_LAYER = "downsample.down.res_down_0.conv.conv_0.2.weight"
 LAST_LAYER = "output.2.weight"
+POSITIONS = "encoder.pos_embed"
 # Names of tensors that only networks of Cellpose contain, in the pickle of a file.
 NETWORK_MARKER = FIRST_LAYER.encode()
 DIAMETER_MARKER = b"diam_labels"
@@ -33,18 +35,34 @@ DEFAULT_DIAMETER, NUCLEI_DIAMETER = 30.0, 17.0
 NUCLEI_FILE = "nucleitorch_0"
 # Diameters that are plausible in a file.
 MIN_DIAMETER, MAX_DIAMETER = 1.0, 1000.0
-# Planes per window, and edge lengths of a tile.
-WINDOW = (4, 224, 224)
+# Planes per window, and edge lengths of a tile of the residual network.
+NUM_PLANES, TILE = 4, 224
 FLOW_OUTPUTS = ("flow z", "flow y", "flow x")
 CHANNELS_NOTE = (
     "The network has {} channels, of which stacks provide the first; the others are zero. To segment two channels "
     "(cytoplasm, then nuclei), import the file with --channels 2."
+)
+SAM_NOTE = (
+    "Cellpose-SAM finds objects of different sizes: if a request does not specify a diameter, the planes keep their "
+    "resolution. Cellpose's own weights permit only noncommercial use (CC BY-NC 4.0)."
 )
 DIAMETER_NOTE = "The file does not contain the diameter of the training objects, so {:g} voxels are assumed."
 DEFAULT_NOTE = (
     "If a request does not specify a diameter, objects are assumed to be {:.3g} voxels wide, like those that the model "
     "was trained on."
 )
+
+
+class _Network(NamedTuple):
+    """What is known of a network: its architecture, its tiles, and object diameters in voxels."""
+
+    program: str
+    architecture: dict[str, Any]
+    tile: int
+    tiles: Literal["fitted", "fixed"]
+    diameter: float
+    default_diameter: float
+    notes: Sequence[str]
 
 
 def is_supported(path: Path) -> bool:
@@ -80,14 +98,13 @@ def read_file(path: Path) -> Draft:
         )
     all_tensors = read_checkpoint(path).tensors
     _check_kind(path, all_tensors)
-    architecture = _read_architecture(all_tensors)
+    network = (_read_sam if POSITIONS in all_tensors else _read_residual_network)(path, all_tensors)
     tensors = fit_tensors(
         {name: tensor for name, tensor in all_tensors.items() if not name.startswith("diam_")},
-        Architecture.model_validate(architecture),
+        Architecture.model_validate(network.architecture),
     )
-    diameter, default_diameter, notes = _read_diameters(path, all_tensors)
-    channels = architecture["arguments"]["in_channels"]
-    if channels > 1:
+    notes = list(network.notes)
+    if (channels := network.architecture["arguments"]["in_channels"]) > 1:
         notes.append(CHANNELS_NOTE.format(channels))
     content: dict[str, Any] = {
         # The suffix of a model without a name is a time.
@@ -96,33 +113,34 @@ def read_file(path: Path) -> Draft:
         "summary": "Objects whose voxels flow to the same place (Cellpose).",
         "licence": "Not stated.",
         "training_data": "Not stated.",
-        "architecture": architecture,
+        "architecture": network.architecture,
         "input": {
             "channels": 1,
-            "diameter": diameter,
-            "default_diameter": f"{default_diameter:g}px",
+            "diameter": network.diameter,
+            "default_diameter": f"{network.default_diameter:g}px",
             "normalisation": {"kind": "percentile", "low": 1.0, "high": 99.0},
-            "roi_size": list(WINDOW),
+            "roi_size": [NUM_PLANES, network.tile, network.tile],
         },
         "outputs": ["object", *FLOW_OUTPUTS],
         "activation": {"object": "sigmoid", **dict.fromkeys(FLOW_OUTPUTS, "none")},
-        "decoding": {"kind": "flows"},
+        "decoding": {"kind": "flows", "tiles": network.tiles},
     }
-    return Draft(content, path, "state dict", notes=tuple(notes), description="a model of Cellpose", tensors=tensors)
+    description = f"a model of {network.program}"
+    return Draft(content, path, "state dict", notes=tuple(notes), description=description, tensors=tensors)
 
 
 def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedPackage for models of Cellpose other than those that segment with a residual network."""
-    if FIRST_LAYER not in tensors or LAST_LAYER not in tensors:
-        if "W2" in tensors or any(name.startswith("encoder.") for name in tensors):
-            raise UnsupportedPackage(
-                f"{path.name} is a model of Cellpose 4 (Cellpose-SAM), which is not supported: its transformer has 300 "
-                "million parameters, and its training data permit only noncommercial use (CC-BY-NC). Import a model of "
-                "Cellpose 1 to 3, such as cyto3 or nuclei."
-            )
+    """Raise UnsupportedPackage for models of Cellpose that do not segment, or whose network is not known."""
+    if "encoder.cls_token" in tensors:
         raise UnsupportedPackage(
-            f"{path.name} is a model of Cellpose without a residual network, such as transformer_cp3, which is not"
-            " supported. Import a model with the default backbone, such as cyto3 or nuclei."
+            f"{path.name} is a model of Cellpose-DINO, which is not supported. Import cpsam_v2, cpsam or cyto3."
+        )
+    if POSITIONS in tensors:
+        return
+    if FIRST_LAYER not in tensors or LAST_LAYER not in tensors:
+        raise UnsupportedPackage(
+            f"{path.name} is a model of Cellpose with a network that is not supported, such as transformer_cp3. Import "
+            "a model with the default network, such as cpsam_v2, cyto3 or nuclei."
         )
     if tensors[FIRST_LAYER].dim() != 4:
         raise UnsupportedPackage(f"{path.name} is a model of Cellpose with 3D convolutions, which is not supported.")
@@ -134,13 +152,41 @@ def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
 
 
-def _read_architecture(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the value of the key `architecture`, from the shapes of the tensors."""
+def _read_residual_network(path: Path, tensors: Mapping[str, Tensor]) -> _Network:
+    """Read the network of Cellpose 1 to 3 from the shapes of its tensors."""
     features, kernel_size = list[int](), tensors[FIRST_LAYER].shape[-1]
     while (name := f"downsample.down.res_down_{len(features)}.conv.conv_0.2.weight") in tensors:
         features.append(tensors[name].shape[0] if tensors[name].dim() else 0)
     arguments = {"in_channels": tensors[FIRST_LAYER].shape[1], "features": features, "kernel_size": kernel_size}
-    return {"name": "CellposeNet", "arguments": arguments}
+    architecture = {"name": "CellposeNet", "arguments": arguments}
+    return _Network("Cellpose", architecture, TILE, "fitted", *_read_diameters(path, tensors))
+
+
+def _read_sam(path: Path, tensors: Mapping[str, Tensor]) -> _Network:
+    """Read the transformer of Cellpose-SAM from the shapes of its tensors. Raises UnsupportedPackage."""
+    tables = list[int]()
+    while (name := f"encoder.blocks.{len(tables)}.attn.rel_pos_h") in tensors:
+        tables.append(len(tensors[name]))
+    try:
+        features, in_channels, _, patch_size = tensors["encoder.patch_embed.proj.weight"].shape
+        num_tokens = tensors[POSITIONS].shape[1]
+        arguments = {
+            "patch_size": patch_size,
+            "num_tokens": num_tokens,
+            "features": features,
+            "head_features": tensors["encoder.blocks.0.attn.rel_pos_h"].shape[1],
+            "hidden_features": len(tensors["encoder.blocks.0.mlp.lin1.weight"]),
+            "neck_features": len(tensors["encoder.neck.0.weight"]),
+            "table_lengths": tables,
+            "in_channels": in_channels,
+        }
+    except (LookupError, ValueError, TypeError) as error:
+        raise UnsupportedPackage(
+            f"{path.name} looks like a model of Cellpose-SAM, but tensors are missing or have unexpected shapes. Save "
+            "the model with Cellpose 4 again."
+        ) from error
+    architecture, tile = {"name": "CellposeSam", "arguments": arguments}, patch_size * num_tokens
+    return _Network("Cellpose-SAM", architecture, tile, "fixed", DEFAULT_DIAMETER, DEFAULT_DIAMETER, [SAM_NOTE])
 
 
 def _read_diameters(path: Path, tensors: Mapping[str, Tensor]) -> tuple[float, float, list[str]]:

@@ -1,5 +1,7 @@
-"""Comparison of the segmentation with that of Cellpose, which `scripts/fixtures/cellpose.py` has stored."""
+"""Comparison of the segmentation with that of Cellpose, which `scripts/fixtures/cellpose*.py` have stored."""
 
+import itertools
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -8,6 +10,7 @@ import tifffile
 import torch
 from importing import import_model
 from live import as_tiff, eager_settings, serve
+from numpy.typing import NDArray
 from paths import ROOT
 from pixels import compute_overlaps
 
@@ -17,59 +20,91 @@ from service.core.types import Options, PostprocessingOptions, Volume
 from service.inference.decoding.external.flows.decoder import FlowDecoder
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
-from service.models.spec_parts import Flows
+from service.inference.windows.grid import Grid
+from service.models.spec_parts import Flows, Tiling
 
 FIXTURES = ROOT / "tests" / "data" / "cellpose"
 FP32 = {"kind": "eager", "precision": "fp32"}
 SCORE_STEP = 2.0**-10
-# Voxel size, options, and channels of the stacks.
+# Names of models, and for each stack its voxel size and options.
 STACKS = {
-    "isotropic": (None, Options(diameter=Diameter((17.0,), "px"))),
-    "anisotropic": (VoxelSize(2.5, 1, 1), Options()),
-    "diameter": (VoxelSize(0.5, 0.5, 0.5), Options(diameter=Diameter((6.0,), "um"))),
-    "channels": (None, Options(diameter=Diameter((16.0,), "px"))),
+    "CP_synthetic": {
+        "isotropic": (None, Options(diameter=Diameter((17.0,), "px"))),
+        "anisotropic": (VoxelSize(2.5, 1, 1), Options()),
+        "diameter": (VoxelSize(0.5, 0.5, 0.5), Options(diameter=Diameter((6.0,), "um"))),
+        "channels": (None, Options(diameter=Diameter((16.0,), "px"))),
+    },
+    "cpsam_synthetic": {
+        "anisotropic": (VoxelSize(2.5, 1, 1), Options()),
+        "diameter": (None, Options(diameter=Diameter((24.0,), "px"))),
+        "channels": (None, Options()),
+    },
 }
+CASES = [(model, name) for model, stacks in STACKS.items() for name in stacks]
+SAM_RESULTS = np.load(FIXTURES / "expected-sam.npz")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Return a folder with the model for one channel, and the runners for one and for two channels."""
-    folder = tmp_path_factory.mktemp("models")
-    specs = [
-        import_model(FIXTURES / "CP_synthetic", folder, {"input": {"channels": count}}, f"cells{count}").spec
-        for count in (1, 2)
-    ]
-    return folder, {spec.input.channels: ModelRunner(spec, eager_settings(folder, engine=FP32)) for spec in specs}
+    """Return a folder with the models for one channel, and the runners for one and for two channels."""
+    folder, runners = tmp_path_factory.mktemp("models"), {}
+    for model, channels in itertools.product(STACKS, (1, 2)):
+        spec = import_model(
+            FIXTURES / model, folder, {"input": {"channels": channels}}, f"{model.lower()}{channels}"
+        ).spec
+        runners[model, channels] = ModelRunner(spec, eager_settings(folder, engine=FP32))
+    return folder, runners
 
 
-def read_volume(name: str) -> Volume:
+def read_stack(model: str, name: str) -> tuple[Volume, Options]:
+    """Return a stack, and the options with which Cellpose was run."""
     pixels = tifffile.imread(FIXTURES / f"{name}.tif")
-    return Volume.from_array(pixels if pixels.ndim == 4 else pixels[None], STACKS[name][0])
+    pixels = pixels.reshape(-1, *pixels.shape[-3:])
+    if model == "cpsam_synthetic":
+        z, y, x = SAM_RESULTS[f"{name}-labels"].shape
+        pixels = pixels[:, :z, :y, :x]
+    voxel_size, options = STACKS[model][name]
+    return Volume.from_array(pixels, voxel_size), options
 
 
-@pytest.mark.parametrize("name", STACKS)
-def test_labels_equal_those_of_cellpose(models, name):
-    volume, expected = read_volume(name), tifffile.imread(FIXTURES / f"{name}-labels.tif")
-    result = segment(models[1][volume.shape[0]], volume, STACKS[name][1])
+def read_labels(model: str, name: str) -> NDArray[np.uint16]:
+    """Return the labels of Cellpose."""
+    if model == "cpsam_synthetic":
+        return SAM_RESULTS[f"{name}-labels"]
+    return tifffile.imread(FIXTURES / f"{name}-labels.tif")
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_scores_and_labels_equal_those_of_cellpose(models, model, name, monkeypatch):
+    collected, add = [], FlowDecoder.add
+
+    def collect(decoder, z0, y0, scores):
+        collected.append(scores[0].clone())
+        add(decoder, z0, y0, scores)
+
+    monkeypatch.setattr(FlowDecoder, "add", collect)
+    (volume, options), expected = read_stack(model, name), read_labels(model, name)
+    result = segment(models[1][model, volume.shape[0]], volume, options)
     assert result.segmentation.count == expected.max() > 5
     assert min(compute_overlaps(result.segmentation.pixels, expected)) >= 0.99
+    expected_scores = SAM_RESULTS if model == "cpsam_synthetic" else np.load(FIXTURES / "expected.npz")
+    if name in expected_scores:
+        differences = torch.cat(collected, 1).numpy() - expected_scores[name] * SCORE_STEP
+        assert np.abs(differences).max() < 1e-3
 
 
-@pytest.mark.parametrize("name", ["anisotropic", "channels"])
-def test_scores_equal_those_of_cellpose(models, name, monkeypatch):
-    collected = []
-    monkeypatch.setattr(FlowDecoder, "add", lambda _decoder, _z, _y, scores: collected.append(scores[0].clone()))
-    volume = read_volume(name)
-    segment(models[1][volume.shape[0]], volume, STACKS[name][1])
-    expected = np.load(FIXTURES / "expected.npz")[name] * SCORE_STEP
-    assert np.abs(torch.cat(collected, 1).numpy() - expected).max() < 1e-3
-    assert np.abs(expected).max() > 5
+def test_fixed_tiles_are_those_of_cellpose():
+    for name in SAM_RESULTS:
+        if name.startswith("tiles-"):
+            length = int(name.removeprefix("tiles-"))
+            grid = Grid.cover((4, 256, length), (4, 256, 256), 0.1, Tiling("cellpose", is_fixed=True))
+            assert [grid.pad_before[2], *grid.starts[2]] == SAM_RESULTS[name].tolist(), name
 
 
 def test_service_returns_the_labels_of_cellpose(models):
-    volume, expected = read_volume("diameter"), tifffile.imread(FIXTURES / "diameter-labels.tif")
+    (volume, _options), expected = (read(*CASES[2]) for read in (read_stack, read_labels))
     parameters = {"diameter": "12px", "voxel_size": "1,1,1"}
-    settings = eager_settings(models[0], engine=FP32, models={"default": "cells1", "load": ["cells1"]})
+    settings = eager_settings(models[0], engine=FP32, models={"default": "cp_synthetic1", "load": ["cp_synthetic1"]})
     with serve(settings) as server:
         response = server.client.post(
             "/segment", params=parameters, content=as_tiff(volume.read_all()[0]), headers={"Content-Type": "image/tiff"}
@@ -146,19 +181,22 @@ def test_decoding_can_be_cancelled():
     ],
 )
 def test_options_that_do_not_apply_are_refused_by_name(models, options, message):
+    volume, _options = read_stack(*CASES[2])
     with pytest.raises(BadParameter, match=message):
-        models[1][1].estimator.plan_request(read_volume("diameter"), options)
+        models[1]["CP_synthetic", 1].estimator.plan_request(volume, options)
 
 
 def test_single_planes_are_refused(models):
     with pytest.raises(BadParameter, match="at least two planes"):
-        models[1][1].estimator.plan_request(Volume.from_array(np.zeros((1, 1, 50, 50), np.uint8)), Options())
+        models[1]["CP_synthetic", 1].estimator.plan_request(
+            Volume.from_array(np.zeros((1, 1, 50, 50), np.uint8)), Options()
+        )
 
 
 def test_minimum_size_refers_to_the_voxels_of_the_stack(models):
-    volume, expected = read_volume("diameter"), tifffile.imread(FIXTURES / "diameter-labels.tif")
+    (volume, options), expected = (read(*CASES[2]) for read in (read_stack, read_labels))
     sizes = np.bincount(expected.ravel())[1:]
     minimum = int(np.median(sizes))
     postprocessing = PostprocessingOptions(minimum_size=ObjectVolume(minimum, "px"))
-    options = Options(diameter=STACKS["diameter"][1].diameter, postprocessing=postprocessing)
-    assert segment(models[1][1], volume, options).segmentation.count == np.count_nonzero(sizes >= minimum)
+    result = segment(models[1]["CP_synthetic", 1], volume, replace(options, postprocessing=postprocessing))
+    assert result.segmentation.count == np.count_nonzero(sizes >= minimum)
