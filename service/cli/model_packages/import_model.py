@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from service.cli.model_packages.describe_model import describe_model
 from service.cli.model_packages.package_source import add_download_options, list_download_options, provide_package
 from service.cli.options import add_settings_options
 from service.core.config import Settings
@@ -207,8 +208,8 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         keys = _merge_keys(file_keys, option_values) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
-        for note in notes:
-            sys.stdout.write(f"note: {note}\n")
+        lines = [*(f"  {line}" for line in describe_model(spec)), *(f"note: {note}" for note in notes)]
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
 
     with provide_package(options, folder) as package:
         try:

@@ -90,7 +90,8 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_file.read_settings(file)[1]
-    return Draft(content, file, kind, tests, problems, (f"Imported from {key} weights of {rdf.get_string('name')!r}.",))
+    notes = (f"Imported from {key} weights of {rdf.get_string('name')!r}.",)
+    return Draft(content, file, kind, tests, problems, notes, description="a bioimage.io package")
 
 
 def _restore_model(keys: dict[str, Any], rdf: Fields, content: dict[str, Any]) -> None:

@@ -163,6 +163,7 @@ def _check_and_document(
     activation_notes = check_activation(network, spec, is_specified_by_operator="activation" not in draft.content)
     test_notes = [_run_test(network, _prepare_test(test, spec, prepare), spec, test) for test in draft.tests]
     notes = (
+        f"The package was read as {draft.description}.",
         *draft.notes,
         *override_notes,
         *activation_notes,

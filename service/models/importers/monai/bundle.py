@@ -90,7 +90,7 @@ def read(root: Path) -> Draft:
     notes = [AXES_NOTE]
     if "voxel_size" in inputs:
         notes.append(SPACING_NOTE.format(", ".join(f"{size:g}" for size in inputs["voxel_size"])))
-    return Draft(content, file, kind, problems=problems, notes=tuple(notes))
+    return Draft(content, file, kind, problems=problems, notes=tuple(notes), description="a MONAI bundle")
 
 
 def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> dict[str, Any]:

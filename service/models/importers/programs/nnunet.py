@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,8 +86,8 @@ def read(root: Path) -> Draft:
         spacing_note,
         *_describe_differences(inputs, folds),
     ]
-    weights = Path(root, folder, folds[0].file)
-    return Draft(content, weights, "state dict", problems=problems, notes=tuple(notes), tensors=_merge(folds, plans))
+    draft = Draft(content, Path(root, folder, folds[0].file), "state dict", problems=problems, notes=tuple(notes))
+    return replace(draft, description="a model of nnU-Net v2", tensors=_merge(folds, plans))
 
 
 class _Fold(NamedTuple):

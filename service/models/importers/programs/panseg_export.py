@@ -54,7 +54,8 @@ def read(root: Path) -> Draft:
         if all(map(is_positive_number, scales)):
             notes.append(VOXEL_SIZE_NOTE.format(", ".join(f"{scale:g}" for scale in scales)))
     tests = tuple(test._replace(is_normalized=is_export) for test in draft.tests)
-    return replace(draft, content=content, problems=problems, notes=tuple(notes), tests=tests)
+    description = "a bioimage.io package of PanSeg"
+    return replace(draft, content=content, problems=problems, notes=tuple(notes), tests=tests, description=description)
 
 
 def _get_entry(rdf: Fields) -> Fields:

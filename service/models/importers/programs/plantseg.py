@@ -81,7 +81,8 @@ def read_file(path: Path) -> Draft:
     with collect_problem(problems, "input.roi_size"):
         inputs |= _read_window(config, checkpoint.tensors)
     _add_decoding(content, problems, config)
-    return Draft(content, path, "state dict", problems=problems, notes=tuple(notes), description=checkpoint.describe())
+    description = "a model of PlantSeg, PanSeg or pytorch-3dunet"
+    return Draft(content, path, "state dict", problems=problems, notes=tuple(notes), description=description)
 
 
 def _find_checkpoint(root: Path) -> Path | None:

@@ -91,7 +91,8 @@ def read(root: Path) -> Draft:
     }
     weights_path = find_file(root, WEIGHTS_FILE)
     tensors = _read_tensors(weights_path, Architecture(**architecture), str(config.get("unet_prefix") or ""))
-    return Draft(content, weights_path, "state dict", notes=tuple(notes), tensors=tensors)
+    description = "a model of StarDist 3D"
+    return Draft(content, weights_path, "state dict", notes=tuple(notes), description=description, tensors=tensors)
 
 
 def _check_kind(config: Fields) -> None:

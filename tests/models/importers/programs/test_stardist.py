@@ -16,6 +16,7 @@ from paths import ROOT
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.models.importers.programs import stardist
 from service.models.spec import ModelSpec
+from service.models.spec_parts import Tiling
 
 FIXTURES = ROOT / "tests" / "data" / "stardist"
 
@@ -37,7 +38,7 @@ def test_description_is_complete(folder):
     spec = ModelSpec(**draft.content, weights={"sha256": "0" * 64}, folder=folder)
     assert (spec.name, spec.network_name, spec.input.channels) == ("my-model", "StarDistUNet", 1)
     assert spec.decoding.rays.model_dump() == {"kind": "golden-spiral", "count": 32, "anisotropy": (2.0, 1.0, 1.0)}
-    assert (spec.tiling, spec.input.roi_size) == (("stardist", (1, 8, 8), (1, 2, 2)), (52, 96, 96))
+    assert (spec.tiling, spec.input.roi_size) == (Tiling("stardist", (1, 8, 8), (1, 2, 2)), (52, 96, 96))
     thresholds = json.loads((folder / "thresholds.json").read_text())
     assert (spec.decoding.threshold, spec.decoding.nms_threshold) == (thresholds["prob"], thresholds["nms"])
     assert spec.input.normalisation.model_dump() == {
