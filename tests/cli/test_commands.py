@@ -84,6 +84,7 @@ def test_evaluate_compares_model_and_classical_method(
     model, classical = json.loads(run_stackseg("evaluate", stack, "--json", *config))
     assert (model["method"], classical["method"]) == (base.identifier, "classical")
     assert model["stack"] == stack.name
+    assert all(model[name] >= 0 for name in ("voi_split", "voi_merge", "adapted_rand_error"))
     assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").read_all())) - 1
     lines = run_stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
