@@ -30,16 +30,27 @@ class OverlapTable:
     @cached_property
     def true_sizes(self) -> NDArray[np.float64]:
         """Sizes [1 + true_count] of the background and the objects of the ground truth."""
-        return np.bincount(self.true, self.voxels, 1 + self.true_count)
+        return np.bincount(self.true, self.voxels, 1 + self.true_count).astype(np.float64)
 
     @cached_property
     def found_sizes(self) -> NDArray[np.float64]:
         """Sizes [1 + found_count] of the background and the objects of the labels."""
-        return np.bincount(self.found, self.voxels, 1 + self.found_count)
+        return np.bincount(self.found, self.voxels, 1 + self.found_count).astype(np.float64)
 
     def select(self, mask: NDArray[np.bool_]) -> OverlapTable:
         """Return the table with some of the pairs."""
         return OverlapTable(self.true_count, self.found_count, self.true[mask], self.found[mask], self.voxels[mask])
+
+    def merge_found(self, objects: NDArray[Any]) -> OverlapTable:
+        """Return the table after found objects have been merged.
+
+        objects  number of the merged object, from 1, of each found object [1 + found_count]; the first one is not used
+        """
+        count = int(objects[1:].max(initial=0))
+        found = np.where(self.found > 0, objects[self.found], 0)
+        codes, inverse = np.unique(self.true * (count + 1) + found, return_inverse=True)
+        voxels = np.bincount(inverse, self.voxels).astype(np.int64)
+        return OverlapTable(self.true_count, count, *np.divmod(codes, count + 1), voxels)
 
 
 def tabulate_overlaps(truth: Labels, labels: Labels) -> OverlapTable:
@@ -52,7 +63,7 @@ def tabulate_overlaps(truth: Labels, labels: Labels) -> OverlapTable:
 def _index_objects(labels: Labels) -> tuple[int, NDArray[np.int64]]:
     """Return the number of objects, and the index of the object of each voxel [N]; 0 for the background."""
     values, indices = np.unique(labels, return_inverse=True)
-    has_background = len(values) > 0 and values[0] == 0
+    has_background = bool(len(values) > 0 and values[0] == 0)
     return len(values) - has_background, indices.ravel() + (not has_background)
 
 
