@@ -28,7 +28,7 @@ from service.training.stacks.overlaps import (
 )
 
 # Candidates for the keys of the decoding.
-WATERSHEDS = {"watershed_threshold": (0.3, 0.5), "watershed_sigma": (1.0, 2.0)}
+WATERSHEDS = {"watershed_threshold": (0.3, 0.5)}
 AGGLOMERATIONS = {"agglomeration": ("gasp", "multicut", "mutex_watershed")}
 BETAS = {"beta": (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)}
 MINIMUM_SIZES = (50, 100, 200, 500, 1000)
@@ -46,7 +46,7 @@ class _Flooded(NamedTuple):
 def choose_boundary_decoding(parts: Sequence[ScoredPart], spec: ModelSpec, *, is_thorough: bool) -> ChosenDecoding:
     """Return the decoding with the lowest variation of information and, for it, the size limit with the best F1 score.
 
-    Without `is_thorough`, only `beta` and the size limit are chosen, which takes a tenth of the time. The counts are
+    Without `is_thorough`, only `beta` and the size limit are chosen, which takes a fifth of the time. The counts are
     estimates, because small objects are left out instead of merged with their neighbors.
     """
     best, best_voi, best_tables = _require_boundaries(spec), np.inf, list[OverlapTable]()

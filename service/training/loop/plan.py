@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -74,7 +75,7 @@ class ObjectCounts(NamedTuple):
 
     def merge(self, other: ObjectCounts) -> ObjectCounts:
         """Return the sums of two counts."""
-        return ObjectCounts(*(first + second for first, second in zip(self, other, strict=True)))
+        return ObjectCounts(*map(operator.add, self, other))
 
     def describe(self) -> str:
         """Return the scores for users."""

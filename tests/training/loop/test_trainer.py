@@ -23,6 +23,7 @@ from service.training.loop.validation import Validator
 from service.training.model_folder import save_weights
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import StackPart, split_part
+from service.training.targets.choice import BOUNDARY_DECODING, choose_targets
 from service.training.targets.instances import instance_loss
 
 CPU = torch.device("cpu")
@@ -35,16 +36,15 @@ def pair() -> Pair:
     return synthesize(np.random.default_rng(0), (16, 32, 48))
 
 
-def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
+def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, spec=SPEC, **options) -> Trainer:
     """Create a trainer with the options of `PLAN`, overridden by `options`."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     plan = TrainingPlan(**{**PLAN.model_dump(), **options})
     part = StackPart("stack", PercentileNormalization()(pair[0]), pair[1], pair[1])
     training_part, validation_part = split_part(part, 0.25)
-    data = TrainingData(
-        BlockDataset([training_part], plan.edge, plan.seed), Validator([validation_part], SPEC, plan.edge)
-    )
+    dataset = BlockDataset([training_part], plan.edge, plan.seed, choose_targets(spec).compute)
+    data = TrainingData(dataset, Validator([validation_part], spec, plan.edge))
     return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, TrainingPlacement(CPU, dtype))
 
 
@@ -79,6 +79,17 @@ def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, 
     assert read_curve(tmp_path / "interrupted") == read_curve(tmp_path / "uninterrupted")
     assert [row["step"] for row in read_curve(tmp_path / "uninterrupted")] == ["0", "2", "4", "6"]
     assert tuple(read_curve(tmp_path / "uninterrupted")[0]) == CURVE_COLUMNS
+
+
+def test_training_on_boundaries_is_resumed_with_the_chosen_decoding(pair, tmp_path) -> None:
+    spec = make_new_spec(outputs=["boundary"], decoding=BOUNDARY_DECODING.model_dump(), input={"diameter": None})
+    options = {"network": ShuffleUNet(1, 1, (4, 8)), "spec": spec}
+    trainer = make_trainer(pair, tmp_path, **options)
+    trainer.run()
+    resumed = make_trainer(pair, tmp_path, **options)
+    resumed.resume()
+    assert resumed.best_scores.voi == trainer.best_scores.voi < trainer.state.get_scores(0).voi
+    assert resumed.best_decoding.kind == "boundaries"
 
 
 @pytest.mark.parametrize(
