@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from fakes import wait_until
 from live import TIFF, LabelTiff, LiveServer, as_tiff, eager_settings, parse_problem, serve
 from numpy.typing import NDArray
@@ -108,6 +109,17 @@ def test_training_runs_alongside_requests_and_its_model_can_be_used(live: LiveSe
     assert live.client.get(address).json() == report | {"model": None}
     assert live.client.delete(address).status_code == 204
     assert live.client.get(address).json()["type"].endswith("unknown-training")
+
+
+def test_model_for_boundaries_is_trained_and_served(live: LiveServer) -> None:
+    request = {"annotations": [annotate(live)], "minutes": 0.02, "name": "walls", "target": "boundaries"}
+    answer = live.client.post("/trainings", json=request)
+    assert answer.status_code == 202, answer.text
+    report = wait(live, answer.headers["location"])
+    assert report["state"] == "done", report["message"]
+    assert "variation of information" in report["message"]
+    labels = tifffile.imread(io.BytesIO(live.segment(model="walls").content))
+    assert (labels > 0).all()
 
 
 @pytest.mark.parametrize(

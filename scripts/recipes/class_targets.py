@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from service.training.examples import compute_median_extents
-from service.training.instance_targets import Floats
+from service.training.targets.instances import Floats
 
 CLASSES = ("background", "cell", "membrane")
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from service.cli.options import add_annotated_stacks
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
+from service.core.errors import StackSegError
 from service.core.sections.computing import Training
+from service.models.spec import TargetName
 
 # Options that override a setting in the section `training`, with their types and descriptions.
 TRAINING_OPTIONS = (
@@ -29,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_stack_options(parser)
     parser.add_argument("--out", type=Path, help="Folder for the new model, for example models/mine")
     parser.add_argument("--from", dest="base", metavar="MODEL", help="Name or folder of the model to start from")
+    parser.add_argument(
+        "--target",
+        choices=get_args(TargetName),
+        help="What the model learns: 'instances' for objects on a background, 'boundaries' for objects that fill the"
+        " stack, such as cells in a tissue, or 'affinities' for boundaries with gaps, such as those in electron"
+        " microscopy (default: the same as the model of --from, or 'instances')",
+    )
     defaults = Training()
     for option, value_type, description in TRAINING_OPTIONS:
         default = getattr(defaults, option.removeprefix("--").replace("-", "_"))
@@ -44,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Only measure the speed of training steps, with and without mixed precision",
     )
-    parser.set_defaults(run=run, reword=use_option_names, extra="train")
+    parser.set_defaults(run=run, reword=use_training_options, extra="train")
 
 
 def _add_stack_options(parser: argparse.ArgumentParser) -> None:
@@ -73,6 +83,11 @@ def _add_stack_options(parser: argparse.ArgumentParser) -> None:
         help="Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' measures it on the"
         " annotated objects, and 'none' trains at the original resolution (default: 'auto')",
     )
+
+
+def use_training_options(message: str | StackSegError) -> str:
+    """Replace request parameters in a message with the options of this command."""
+    return use_option_names(message).replace("target=", "--target ")
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:

@@ -49,7 +49,7 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     this run. Raises BrokenModel if the weights do not fit the architecture, or if the shape of the scores does not
     match the model file.
     """
-    _check_decoding_library(spec)
+    check_decoding_library(spec)
     # Tensors created in inference mode have no version counter, which the check needs.
     with torch.inference_mode(mode=False):
         network = _read_network(spec).eval().requires_grad_(requires_grad=False).float()
@@ -57,7 +57,7 @@ def load_network(spec: ModelSpec, forward: Callable[[nn.Module, Tensor], Tensor]
     return network
 
 
-def _check_decoding_library(spec: ModelSpec) -> None:
+def check_decoding_library(spec: ModelSpec) -> None:
     """Raise BrokenModel if the decoding needs a library that is not installed."""
     kind = spec.decoding.kind
     module, extra = _DECODING_LIBRARIES.get(kind, (None, None))

@@ -27,6 +27,8 @@ MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
 ActivationName = Literal["none", "sigmoid", "softmax"]
+TargetName = Literal["instances", "boundaries", "affinities"]
+"""What a network learns: foreground and distance, boundaries, or boundaries and affinities."""
 
 
 class Architecture(FrozenModel):
@@ -204,6 +206,14 @@ class ModelSpec(FrozenModel):
         for output_name in names:
             if output_name not in self.outputs:
                 raise ValueError(f"decoding: there is no output named {output_name!r}")
+        if isinstance(self.decoding, Boundaries) and (count := len(self.decoding.affinities)):
+            if self.outputs[0] != self.decoding.boundary or len(self.outputs) != 1 + count:
+                raise ValueError(
+                    f"outputs: {count} decoding.affinities require the output {self.decoding.boundary!r}, followed by"
+                    f" {count} affinities"
+                )
+            if self.activation == "softmax":
+                raise ValueError("activation: affinities do not exclude each other, so softmax cannot be used")
         return self
 
     @model_validator(mode="after")
@@ -277,20 +287,33 @@ class ModelSpec(FrozenModel):
         return self
 
 
-def check_trainable(spec: ModelSpec) -> None:
-    """Raise BadParameter if `service.training` cannot train this model."""
-    decoding = spec.decoding
-    output_names = (decoding.foreground, decoding.distance) if isinstance(decoding, Instances) else ()
-    if (
-        spec.outputs != output_names
-        or spec.activation != "sigmoid"
-        or spec.input.channels != 1
-        or spec.architecture is None
-    ):
+def get_target(spec: ModelSpec) -> TargetName:
+    """Return what the network of a model has learned."""
+    if not isinstance(spec.decoding, Boundaries):
+        return "instances"
+    return "affinities" if spec.decoding.affinities else "boundaries"
+
+
+def check_trainable(spec: ModelSpec, target: TargetName | None = None) -> None:
+    """Raise BadParameter if `service.training` cannot train this model, or train it to learn a different target."""
+    if (target is None or target == get_target(spec)) and not _has_trainable_outputs(spec):
         raise BadParameter(
-            f"{spec.name}: only models with one channel and the sigmoid outputs foreground and distance can be trained."
+            f"{spec.name}: only models with the sigmoid outputs foreground and distance, or boundary and affinities,"
+            " can be trained."
         )
+    if spec.input.channels != 1 or spec.architecture is None:
+        raise BadParameter(f"{spec.name}: only networks of known architecture with one channel can be trained.")
     if spec.architecture.arguments.get("deep_supervision"):
         raise BadParameter(f"{spec.name}: networks with deep_supervision cannot be trained.")
     if spec.input.voxel_size is not None:
         raise BadParameter(f"{spec.name}: models with a fixed input.voxel_size cannot be trained yet.")
+
+
+def _has_trainable_outputs(spec: ModelSpec) -> bool:
+    """Return whether the network has exactly the outputs that the decoding uses, as logits."""
+    decoding, names = spec.decoding, tuple[str, ...]()
+    if isinstance(decoding, Instances):
+        names = (decoding.foreground, decoding.distance)
+    elif isinstance(decoding, Boundaries):
+        names = spec.outputs if decoding.affinities else (decoding.boundary,)
+    return spec.outputs == names and all(spec.get_activation(name) == "sigmoid" for name in names)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 # Maximum standard deviation of Gaussian filters in voxels, because larger filters take very long.
 MAX_SIGMA = 50
+# Maximum number of affinities, and the longest offset in voxels.
+MAX_AFFINITIES = 64
+MAX_OFFSET = 64
 Epsilon = Annotated[float, Field(ge=0, le=0.1)]
 
 
@@ -197,12 +200,25 @@ class Regions(FrozenModel):
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
 
 
+def _check_offset(offset: tuple[int, int, int]) -> tuple[int, int, int]:
+    if not any(offset) or max(map(abs, offset)) > MAX_OFFSET:
+        raise ValueError(f"offsets must not be zero, and at most {MAX_OFFSET} voxels along each axis")
+    return offset
+
+
+Offset = Annotated[tuple[int, int, int], AfterValidator(_check_offset)]
+"""Offset (z, y, x) in voxels to another voxel."""
+
+
 class Boundaries(FrozenModel):
     """Parameters of boundary decoding: a watershed to supervoxels, which are then merged to objects.
 
     Every voxel belongs to an object. The defaults are those of PanSeg.
 
     boundary                 name of the output whose activation is the boundary probability
+    affinities               offsets (z, y, x) in voxels of the outputs that follow the first one, which is `boundary`:
+                             the probability that a voxel and the voxel at the offset belong to the same object; empty
+                             if there are no such outputs. Supervoxels are merged by the affinities if there are any
     agglomeration            how supervoxels are merged: by solving a multicut, by GASP with the mean boundary
                              probability as linkage, by the mutex watershed, or not at all
     beta                     bias of the merging from 0 (few, large objects) to 1 (many, small objects)
@@ -221,6 +237,7 @@ class Boundaries(FrozenModel):
 
     kind: Literal["boundaries"]
     boundary: str = "boundary"
+    affinities: Annotated[tuple[Offset, ...], Field(max_length=MAX_AFFINITIES)] = ()
     agglomeration: Literal["multicut", "gasp", "mutex_watershed", "none"] = "gasp"
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.6
     watershed_threshold: Annotated[float, Field(ge=0, le=1)] = 0.5

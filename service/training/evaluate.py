@@ -17,11 +17,17 @@ from service.core.types import Options, Volume
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.training.examples import compute_mean_diameter, compute_median_extents
-from service.training.stacks.overlaps import Labels, count_shared_voxels
+from service.training.stacks.overlaps import (
+    Labels,
+    compute_adapted_rand_error,
+    compute_variation_of_information,
+    tabulate_overlaps,
+)
 
 HEADER = (
-    "| stack | method | diameter | true | found | F1 at IoU 0.5 | F1 at IoU 0.75 | mean IoU | splits | merges |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
+    "| stack | method | diameter | true | found | F1 at IoU 0.5 | F1 at IoU 0.75 | mean IoU | splits | merges"
+    " | VOI split | VOI merge | adapted Rand error |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -35,6 +41,7 @@ class Scores(NamedTuple):
     iou            mean IoU of the objects that match at an IoU above 0.5; 0 if there are no matches
     splits         number of true objects that each contain most of two or more found objects
     merges         number of found objects that each contain most of two or more true objects
+    voi_split, voi_merge, adapted_rand_error  errors in voxels of true objects, as in `service.training.stacks.overlaps`
     """
 
     true: int
@@ -44,6 +51,9 @@ class Scores(NamedTuple):
     iou: float
     splits: int
     merges: int
+    voi_split: float
+    voi_merge: float
+    adapted_rand_error: float
 
 
 def score(truth: Labels, labels: Labels) -> Scores:
@@ -51,21 +61,30 @@ def score(truth: Labels, labels: Labels) -> Scores:
 
     An object has at most one match with an intersection over union above 0.5 (Kirillov et al. 2019).
     """
-    shared_voxels = count_shared_voxels(truth, labels)
-    true_sizes, found_sizes = shared_voxels.sum(axis=1)[1:, None], shared_voxels.sum(axis=0)[None, 1:]
-    overlaps = shared_voxels[1:, 1:]
-    iou = overlaps / (true_sizes + found_sizes - overlaps)
-    true_count, found_count = overlaps.shape
+    table = tabulate_overlaps(truth, labels)
+    voi_split, voi_merge = compute_variation_of_information(table)
+    pairs = table.select((table.true > 0) & (table.found > 0))
+    true_sizes, found_sizes = table.true_sizes[pairs.true], table.found_sizes[pairs.found]
+    iou = pairs.voxels / (true_sizes + found_sizes - pairs.voxels)
+    object_count = table.true_count + table.found_count
     matches = iou[iou > 0.5]
     return Scores(
-        true=true_count,
-        found=found_count,
-        f1=_compute_f1(len(matches), true_count + found_count),
-        f1_strict=_compute_f1(int(np.count_nonzero(iou > 0.75)), true_count + found_count),
+        true=table.true_count,
+        found=table.found_count,
+        f1=_compute_f1(len(matches), object_count),
+        f1_strict=_compute_f1(int(np.count_nonzero(iou > 0.75)), object_count),
         iou=float(matches.mean()) if len(matches) else 0.0,
-        splits=int(np.count_nonzero((overlaps / found_sizes > 0.5).sum(axis=1) > 1)),
-        merges=int(np.count_nonzero((overlaps / true_sizes > 0.5).sum(axis=0) > 1)),
+        splits=_count_repeated(pairs.true[pairs.voxels / found_sizes > 0.5]),
+        merges=_count_repeated(pairs.found[pairs.voxels / true_sizes > 0.5]),
+        voi_split=voi_split,
+        voi_merge=voi_merge,
+        adapted_rand_error=compute_adapted_rand_error(table),
     )
+
+
+def _count_repeated(indices: NDArray[np.int64]) -> int:
+    """Return how many different indices occur more than once."""
+    return int(np.count_nonzero(np.bincount(indices) > 1))
 
 
 def segment_classically(image: NDArray[Any], diameter: float) -> Labels:

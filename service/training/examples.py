@@ -20,7 +20,7 @@ from service.core.errors import BadParameter
 from service.core.sections.computing import Training
 from service.core.types import Selection
 from service.formats import stack_reader
-from service.training.instance_targets import compute_instance_targets
+from service.training.targets.instances import compute_instance_targets
 
 Floats = NDArray[np.float32]
 Pair = tuple[NDArray[Any], NDArray[Any]]

@@ -19,8 +19,10 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
 from service.core.types import Objects, Selection
 from service.formats import stack_reader
+from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME
-from service.models.spec import Lineage, ModelSpec
+from service.models.spec import Lineage, ModelSpec, TargetName, get_target
+from service.models.spec_parts import Instances
 from service.training.examples import MAX_DECODED_BYTES
 from service.training.loop.calibration import calibrate
 from service.training.loop.plan import ObjectCounts
@@ -57,6 +59,7 @@ class FineTuningTask(NamedTuple):
     settings       device, threads, precision and training options; `training.minutes` includes preparing and scoring
     report         callback for progress messages
     is_private     whether the model file must not contain the names and the pixels of the stacks
+    target         what the new model learns; None for the same as the base model
     keeps_worse    whether the new model is kept even if it is not better than its base model
     resumes        whether to continue from the checkpoint in the output folder
     """
@@ -66,6 +69,7 @@ class FineTuningTask(NamedTuple):
     settings: Settings
     report: ProgressCallback
     is_private: bool = True
+    target: TargetName | None = None
     keeps_worse: bool = False
     resumes: bool = False
 
@@ -93,7 +97,12 @@ class FineTuningResult:
 
 
 def is_better(after: ObjectCounts, before: ObjectCounts) -> bool:
-    """Return whether the F1 score at an IoU of 0.5 increased, or the one at 0.7 if the first one is equal."""
+    """Return whether the F1 score at an IoU of 0.5 increased, or the one at 0.7 if the first one is equal.
+
+    Models that predict boundaries are compared by the variation of information.
+    """
+    if after.voi is not None and before.voi is not None:
+        return after.voi < before.voi
     return (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
 
 
@@ -105,9 +114,11 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     BadParameter, BadFile, BrokenModel and ConfigError.
     """
     start_time = time.monotonic()
-    check_background(stacks)
-    content = draft_model(stacks, task.base, task.output_folder.name, is_private=task.is_private)
+    name, is_private = task.output_folder.name, task.is_private
+    content = draft_model(stacks, task.base, name, is_private=is_private, target=task.target)
     draft = make_draft_spec(content)
+    if isinstance(draft.decoding, Instances):
+        check_background(stacks)
     parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], task.settings.training.validation)
     make_trainer = prepare_training(parts, task.settings, draft, task.base)
     task.output_folder.mkdir(parents=True, exist_ok=True)
@@ -124,7 +135,8 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
         return FineTuningResult(None, before, after, _describe_failure(before, after, parts, draft, trainer), summary)
     if task.base is not None:
         content |= _describe_origin(before, after, parts, len(stacks), task.base)
-        content |= _calibrate(task.base, held_out_objects, after)
+        if isinstance(draft.decoding, Instances):
+            content |= _calibrate(task.base, held_out_objects, after)
     sample = _read_base_sample(task.base, draft) if task.is_private else _choose_sample(stacks[0])
     spec = write_model(network, content, task.output_folder, sample, task.settings)
     return FineTuningResult(spec, before, after, _describe_success(before, after, parts), summary)
@@ -146,7 +158,7 @@ def _make_scored_trainer(
     report({"stage": "scoring"})
     scoring_start = time.monotonic()
     probe_trainer = make_trainer(settings, task.output_folder, dtype)
-    before, _ = score_parts(probe_trainer.compute_averaged_scores, parts.test, draft)
+    before = _score_base(probe_trainer, parts, draft, task.base)
     scoring_seconds = time.monotonic() - scoring_start
     report({"before": round(before.f1, 4)})
     log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())
@@ -168,6 +180,17 @@ def _make_scored_trainer(
     report({"stage": "learning", "steps": trainer.plan.steps})
     trainer.on_progress = _ProgressReporter(report)
     return trainer, before
+
+
+def _score_base(trainer: Trainer, parts: HeldOutParts, draft: ModelSpec, base: ModelSpec | None) -> ObjectCounts:
+    """Return the scores of the base model, or of the random weights of the trainer, on the test parts.
+
+    If the new model has other outputs, the base model is run with its own outputs and decoding.
+    """
+    if base is None or get_target(base) == get_target(draft):
+        return score_parts(trainer.compute_averaged_scores, parts.test, draft)[0]
+    network = load_network(base)
+    return score_parts(lambda images: network(images).float(), parts.test, base)[0]
 
 
 def _choose_sample(stack: AnnotatedStack) -> SampleSource:

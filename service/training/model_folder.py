@@ -23,8 +23,9 @@ from service.formats.tiff import writer as tiff_writer
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.repository import MODEL_FILE_NAME, read_spec
-from service.models.spec import ModelSpec, Sample
+from service.models.spec import ModelSpec, Sample, TargetName, get_target
 from service.training.stacks.annotated_stack import AnnotatedStack, choose_default_diameter
+from service.training.targets.choice import set_target
 
 NEW_MODEL_CONTENT: dict[str, Any] = {
     "licence": "Not stated.",
@@ -44,14 +45,22 @@ NEW_MODEL_CONTENT: dict[str, Any] = {
 
 
 def draft_model(
-    stacks: Sequence[AnnotatedStack], base: ModelSpec | None, name: str, *, is_private: bool
+    stacks: Sequence[AnnotatedStack],
+    base: ModelSpec | None,
+    name: str,
+    *,
+    is_private: bool,
+    target: TargetName | None = None,
 ) -> dict[str, Any]:
-    """Return the content of a new model file for annotated stacks, without `weights`.
+    """Return the content of a new model file for annotated stacks, without `weights`. Raises BadParameter.
 
     The object diameter of the stacks becomes the default for requests. The names of private stacks are replaced with
-    their number, because all clients can see the description of a model.
+    their number, because all clients can see the description of a model. If `target` is None, the network learns the
+    same as that of the base model.
     """
     content = draft_content(base, name, [stack.name for stack in stacks])
+    if target is not None and target != ("instances" if base is None else get_target(base)):
+        content = set_target(content, target)
     if is_private:
         prefix = "" if base is None else f"{base.training_data} Then: "
         content["training_data"] = f"{prefix}{describe_stacks(len(stacks))}."

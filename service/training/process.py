@@ -79,9 +79,12 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
         raise OutOfStorage(DISK_FULL_MESSAGE)
     settings = override_settings(settings, "training", {"minutes": request["minutes"], "steps": MAX_STEPS})
     base = read_spec(Path(request["base"]))
-    options = LabelOptions(has_diameter=base.input.diameter is not None, is_partial=bool(request["is_partial"]))
+    target = request["target"]
+    has_diameter = base.input.diameter is not None and target in {None, "instances"}
+    options = LabelOptions(has_diameter=has_diameter, is_partial=bool(request["is_partial"]))
     stacks = [read_stack(_parse_stack(stack), options) for stack in request["stacks"]]
-    task = FineTuningTask(base, Path(request["out"]), settings, report, keeps_worse=bool(request["keep_worse"]))
+    keeps_worse = bool(request["keep_worse"])
+    task = FineTuningTask(base, Path(request["out"]), settings, report, target=target, keeps_worse=keeps_worse)
     result = fine_tune(stacks, task)
     outcome = {"after": round(result.after.f1, 4), "better": result.is_better, "message": result.message}
     report({"done": outcome})

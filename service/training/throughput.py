@@ -14,7 +14,7 @@ import torch
 from service.core.config import Settings
 from service.core.hardware import devices
 from service.engine.precision import DTYPES
-from service.models.spec import ModelSpec
+from service.models.spec import ModelSpec, TargetName
 from service.training.loop.setup import make_draft_spec, prepare_training
 from service.training.loop.trainer import Trainer
 from service.training.model_folder import draft_model
@@ -51,12 +51,15 @@ class StepCost:
 
 
 def measure_steps(
-    stacks: Sequence[AnnotatedStack], settings: Settings, base: ModelSpec | None = None
+    stacks: Sequence[AnnotatedStack],
+    settings: Settings,
+    base: ModelSpec | None = None,
+    target: TargetName | None = None,
 ) -> list[StepCost]:
     """Measure training steps in FP32 and in mixed precision. Raises the errors of `fine_tune`."""
     device = devices.choose_device(settings.device.name)
     precisions = choose_precisions(settings.engine.precision, devices.list_native_precisions(device))
-    draft = make_draft_spec(draft_model(stacks, base, "mine", is_private=False))
+    draft = make_draft_spec(draft_model(stacks, base, "mine", is_private=False, target=target))
     parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], settings.training.validation)
     make_trainer = prepare_training(parts, settings, draft, base)
     trainers, memory_peaks = list[Trainer](), list[int | None]()

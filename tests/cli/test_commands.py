@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import tifffile
 from model_files import copy_model
 from object_server import serve_objects
 from paths import ROOT
+from scipy.ndimage import maximum_filter, minimum_filter
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesize
@@ -84,6 +86,7 @@ def test_evaluate_compares_model_and_classical_method(
     model, classical = json.loads(run_stackseg("evaluate", stack, "--json", *config))
     assert (model["method"], classical["method"]) == (base.identifier, "classical")
     assert model["stack"] == stack.name
+    assert all(model[name] >= 0 for name in ("voi_split", "voi_merge", "adapted_rand_error"))
     assert model["true"] == classical["true"] == len(np.unique(read(stack / "mask.tif").read_all())) - 1
     lines = run_stackseg("evaluate", *annotation_options(stack), "--no-floor", *config).splitlines()
     assert len(lines) == 3
@@ -345,3 +348,38 @@ def test_invalid_tuning_options_are_rejected(
 )
 def test_parameters_in_messages_are_replaced_by_options(message: str | BadParameter, expected: str) -> None:
     assert use_option_names(message) == expected
+
+
+def test_advice_for_objects_that_fill_the_stack_works_when_typed(
+    base: ModelSpec, config: list[str], tmp_path: Path, run_stackseg: Any
+) -> None:
+    folder = tmp_path / "dense"
+    folder.mkdir()
+    labels = np.kron(np.arange(1, 25).reshape(2, 3, 4), np.ones((8, 12, 12))).astype(np.uint16)
+    is_boundary = maximum_filter(labels, 3) != minimum_filter(labels, 3)
+    noise = np.random.default_rng(0).normal(0, 5, labels.shape)
+    for name, pixels in (("image", (100 + 100 * is_boundary + noise).astype(np.uint16)), ("mask", labels)):
+        tiff_writer.write(Segmentation(pixels, "labels", VoxelSize(1, 0.5, 0.5)), folder / f"{name}.tif")
+    command = ["train", folder, "--edge", "16", "--from", base.folder, "--steps", "3", "--keep"]
+    out = base.folder.parent / "mine"
+    advice = run_stackseg(*command, "--out", out, *config, status=1)
+    assert not out.exists()
+    assert "--target boundaries" in advice
+    target = re.findall("--target [a-z]+", advice)[-1].split()
+    output = run_stackseg(*command, "--out", out, *target, *config)
+    assert "variation of information" in output
+    spec = read_spec(out)
+    assert (spec.input.diameter, spec.input.default_diameter, spec.sample is None) == (None, None, False)
+    assert len(spec.outputs) == 10
+    result = tmp_path / "labels.tif"
+    run_stackseg("segment", folder / "image.tif", result, "--model", "mine", *config)
+    found = read(result).read_all()[0]
+    assert found.shape == labels.shape
+    assert found.all()
+    (row,) = json.loads(run_stackseg("evaluate", folder, "--model", "mine", "--no-floor", "--json", *config))
+    assert row["found"] == len(np.unique(found))
+    # Training continues with the same target. A model for objects needs another start.
+    again = [*command[:4], "--from", out, *config]
+    assert "again/1" in run_stackseg(*again, "--out", tmp_path / "again", "--steps", "1", "--keep")
+    options = ["--out", tmp_path / "instances", "--target", "instances"]
+    assert "Start from another model" in run_stackseg(*again, *options, status=1)

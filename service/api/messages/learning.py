@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.api.messages.text import RedactedText
+from service.models.spec import TargetName
 from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
 from service.serving.learning.trainings import TrainingManager
@@ -160,6 +161,9 @@ class TrainingRequest(BaseModel):
     - `name`: name of the new model.
     - `partial`: whether only some objects of the stacks are annotated. Voxels without a label are then unknown, except
       in a rim around the objects.
+    - `target`: what the new model learns: `instances` for objects on a background, `boundaries` for objects that fill
+      the stack, such as cells in a tissue, or `affinities` for boundaries with gaps, such as those in electron
+      microscopy. Default: the same as `model`.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -169,6 +173,7 @@ class TrainingRequest(BaseModel):
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     partial: bool = False
+    target: TargetName | None = None
 
 
 class TrainingReport(BaseModel):
@@ -191,7 +196,8 @@ class TrainingReport(BaseModel):
       over union (IoU) of 0.5.
     - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at the
       same IoU.
-    - `better`: whether the new model has a higher score than the base model. If not, the state is `unimproved`, and
+    - `better`: whether the new model has a higher score than the base model, or for boundaries a lower variation of
+      information, which is part of `message`. If not, the state is `unimproved`, and
       there is no new model, unless the operator has set `trainings.keep_worse`.
     - `message`: the outcome as a sentence, or why the training run failed.
     """

@@ -18,6 +18,9 @@ from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, ConfigError, MissingKeys
 
+# Persistence for which all maxima of a connected foreground become one object, because probabilities differ by less.
+COMPONENT_PERSISTENCE = 2.0
+
 
 def _parse_architecture(text: str) -> dict[str, Any]:
     """Parse a call in Python syntax with literal keyword arguments, such as `UNet(in_channels=1, strides=(2, 2))`."""
@@ -69,6 +72,9 @@ def _parse_decoding(text: str) -> dict[str, Any]:
     kind, _, name = text.strip().partition(":")
     if kind == "boundaries":
         return {"kind": kind, "boundary": name or "boundary"}
+    if kind == "components":
+        output = name or "foreground"
+        return {"kind": "instances", "foreground": output, "distance": output, "persistence": COMPONENT_PERSISTENCE}
     return {"kind": _make_choice_parser("classes", "instances", "boundaries")(text)}
 
 
@@ -138,8 +144,8 @@ QUESTIONS = (
         "--decoding",
         "decoding",
         "Decoding method: 'classes' selects the output with the highest score, 'instances' uses the outputs named "
-        "'foreground' and 'distance' to separate objects, and 'boundaries:NAME' uses the output NAME with the "
-        "probability of a boundary",
+        "'foreground' and 'distance' to separate objects, 'boundaries:NAME' uses the output NAME with the probability "
+        "of a boundary, and 'components:NAME' separates the connected components of the output NAME above a threshold",
         "classes",
         _parse_decoding,
     ),

@@ -13,7 +13,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize, parse_diameter, parse_index_or_name
 from service.core.sections.computing import Training
 from service.core.types import Selection
-from service.models.spec import ModelSpec
+from service.models.spec import ModelSpec, get_target
 from service.serving.parameters import parse_voxel_size
 from service.training.fine_tune import MAX_STEPS, FineTuningTask, check_output_folder, fine_tune
 from service.training.stacks.annotated_stack import (
@@ -34,7 +34,8 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     settings = _override_training(options, settings)
     base = None if options.base is None else choose_model(options.base, settings)
     if options.benchmark:
-        rows = [cost.format_row() for cost in measure_steps(_read_stacks(options, base), settings, base)]
+        costs = measure_steps(_read_stacks(options, base), settings, base, options.target)
+        rows = [cost.format_row() for cost in costs]
         sys.stdout.write("\n".join([HEADER, *rows]) + "\n")
         return 0
     if options.out is None:
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
         settings,
         lambda _progress: None,
         is_private=False,
+        target=options.target,
         keeps_worse=options.keep,
         resumes=options.resume,
     )
@@ -74,7 +76,10 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
         voxel_size=None if options.voxel_size is None else _parse_voxel_size(options.voxel_size),
     )
     diameter = parse_diameter(options.diameter or "auto")
-    has_diameter = diameter != "none" and (base is None or base.input.diameter is not None)
+    target = options.target or ("instances" if base is None else get_target(base))
+    if target != "instances" and options.diameter not in {None, "none"}:
+        raise BadParameter(f"--diameter cannot be used with --target {target}, which uses the original resolution.")
+    has_diameter = target == "instances" and diameter != "none" and (base is None or base.input.diameter is not None)
     label_options = LabelOptions(
         None if isinstance(diameter, str) else diameter, has_diameter, options.ignore_label, options.partial
     )

@@ -142,7 +142,7 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
             else DecodingMemory(0, disk_bytes=result_bytes)
         )
     if isinstance(spec.decoding, Boundaries):
-        return DecodingMemory(BOUNDARY_BYTES_PER_VOXEL * voxels)
+        return DecodingMemory((BOUNDARY_BYTES_PER_VOXEL + 4 * len(spec.decoding.affinities)) * voxels)
     if isinstance(spec.decoding, Flows):
         return DecodingMemory(FLOW_BYTES_PER_VOXEL * voxels)
     if isinstance(spec.decoding, StarConvex):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from service.core.files.atomic_files import write_atomically
+from service.models.spec import TargetName
 
 # A run is "unimproved" if the new model was not better than its base model and was therefore deleted.
 TrainingState = Literal["waiting", "running", "done", "unimproved", "failed", "cancelled", "interrupted"]
@@ -38,6 +39,7 @@ class TrainingRecord:
     validation  pairs of step and validation loss; the first pair is from before the first step
     f1          pairs of step and F1 score of the objects in the validation parts
     partial     whether only some objects of the stacks are annotated
+    target      what the new model learns; None for the same as the base model
     before      score of the base model on held-out data: F1 at an intersection over union of 0.5
     after       score of the new model on the same data
     better      whether the new model is better than the base model
@@ -66,6 +68,7 @@ class TrainingRecord:
     stage: TrainingStage = "reading"
     f1: list[tuple[int, float]] = field(default_factory=list)
     partial: bool = False
+    target: TargetName | None = None
 
     @property
     def has_ended(self) -> bool:

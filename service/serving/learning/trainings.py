@@ -26,7 +26,7 @@ from service.core.errors import (
     remove_host_details,
 )
 from service.models.repository import MODEL_FILE_NAME
-from service.models.spec import check_trainable
+from service.models.spec import TargetName, check_trainable
 from service.serving.learning.annotation import Annotation, find_overlaps
 from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
 from service.serving.learning.training_child import INTERNAL_ERROR_MESSAGE, TRAINING_MODULE, TrainingChild
@@ -63,6 +63,7 @@ class NewTraining(NamedTuple):
     minutes      maximum duration of the training run
     name         name of the new model
     partial      whether only some objects of the stacks are annotated
+    target       what the new model learns; None for the same as the model from which the training starts
     """
 
     model: str | None
@@ -70,6 +71,7 @@ class NewTraining(NamedTuple):
     minutes: float
     name: str
     partial: bool = False
+    target: TargetName | None = None
 
 
 class TrainingManager:
@@ -134,7 +136,7 @@ class TrainingManager:
         self.check_enabled()
         limits = self._settings.trainings
         spec = self._models.get_servable_spec(request.model)
-        check_trainable(spec)
+        check_trainable(spec, request.target)
         if request.minutes > limits.minutes:
             raise BadParameter.for_parameter(
                 "minutes",
@@ -148,7 +150,7 @@ class TrainingManager:
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
         )
-        record.partial = request.partial
+        record.partial, record.target = request.partial, request.target
         with self.queue.condition:
             # The model may have been deleted in the meantime.
             self._models.get_servable_spec(spec.name)
@@ -303,6 +305,7 @@ class TrainingManager:
             "niceness": limits.niceness,
             "keep_worse": limits.keep_worse,
             "is_partial": record.partial,
+            "target": record.target,
             "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }
 

@@ -19,7 +19,7 @@ from service.inference.decoding.postprocessing import require_instances
 from service.inference.preprocessing.resample import resample_segmentation
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Instances
+from service.models.spec_parts import Boundaries, Instances
 from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts
 from service.training.stacks.overlaps import Labels, count_shared_voxels
 
@@ -51,7 +51,7 @@ class ScoredPart(NamedTuple):
 class ChosenDecoding(NamedTuple):
     """Parameters of the decoding, and the objects that are found with them."""
 
-    decoding: Instances
+    decoding: Instances | Boundaries
     counts: ObjectCounts
 
 

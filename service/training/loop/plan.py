@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -21,6 +22,7 @@ CURVE_COLUMNS = (
     "f1_iou70",
     "precision",
     "recall",
+    "voi",
 )
 # Fraction of the training during which the learning rate increases.
 WARM_UP_FRACTION = 0.05
@@ -32,12 +34,19 @@ STRICT_IOU = 0.7
 
 
 class ObjectCounts(NamedTuple):
-    """Numbers of annotated, segmented and matching objects. Counts of several stacks can be added."""
+    """Numbers of annotated, segmented and matching objects. Counts of several stacks can be added.
+
+    voxels                  number of annotated voxels in objects; 0 if only objects are counted
+    split_bits, merge_bits  conditional entropies of the voxels, multiplied by their number
+    """
 
     true: int = 0
     found: int = 0
     matched: int = 0
     strictly_matched: int = 0
+    voxels: int = 0
+    split_bits: float = 0.0
+    merge_bits: float = 0.0
 
     @property
     def f1(self) -> float:
@@ -59,16 +68,25 @@ class ObjectCounts(NamedTuple):
         """Fraction of the annotated objects that match a segmented object."""
         return _divide(self.matched, self.true)
 
+    @property
+    def voi(self) -> float | None:
+        """Variation of information in bits, or None if only objects are counted."""
+        return (self.split_bits + self.merge_bits) / self.voxels if self.voxels else None
+
     def merge(self, other: ObjectCounts) -> ObjectCounts:
         """Return the sums of two counts."""
-        return ObjectCounts(*(first + second for first, second in zip(self, other, strict=True)))
+        return ObjectCounts(*map(operator.add, self, other))
 
     def describe(self) -> str:
         """Return the scores for users."""
-        return (
+        text = (
             f"F1 {self.f1:.2f} at IoU 0.5 and {self.f1_strict:.2f} at IoU 0.7, precision {self.precision:.2f}, recall"
             f" {self.recall:.2f}"
         )
+        if self.voxels:
+            splits, merges = self.split_bits / self.voxels, self.merge_bits / self.voxels
+            text += f", variation of information {splits + merges:.2f} ({splits:.2f} splits, {merges:.2f} merges)"
+        return text
 
 
 def _divide(numerator: int, denominator: int) -> float:
@@ -115,6 +133,7 @@ class ValidationScores(NamedTuple):
     f1_strict  F1 score of the objects at an IoU above 0.7
     precision  fraction of the segmented objects that match an annotated object
     recall     fraction of the annotated objects that match a segmented object
+    voi        variation of information, for networks that predict boundaries; lower is better
     """
 
     loss: float
@@ -123,11 +142,17 @@ class ValidationScores(NamedTuple):
     f1_strict: float
     precision: float
     recall: float
+    voi: float | None = None
 
     def is_better_than(self, other: ValidationScores | None) -> bool:
-        """Return whether more objects are correct, or the loss is lower for equally many."""
+        """Return whether more objects are correct, or the loss is lower for equally many.
+
+        Networks that predict boundaries are compared by their variation of information.
+        """
         if other is None:
             return math.isfinite(self.loss)
+        if self.voi is not None and other.voi is not None:
+            return math.isfinite(self.loss) and self.voi < other.voi
         return (round(self.f1, 6), -self.loss) > (round(other.f1, 6), -other.loss)
 
 
@@ -154,8 +179,10 @@ class TrainerState:
     def get_scores(self, row: int) -> ValidationScores:
         """Return the scores in a row of the curve."""
         loss, _, dice, *object_scores = self.curve[row][3:]
-        f1, f1_strict, precision, recall = (value or 0.0 for value in object_scores)
-        return ValidationScores(math.inf if loss is None else loss, dice, f1, f1_strict, precision, recall)
+        f1, f1_strict, precision, recall = (value or 0.0 for value in object_scores[:4])
+        # Rows of older checkpoints have no variation of information.
+        voi = object_scores[4] if len(object_scores) > 4 else None
+        return ValidationScores(math.inf if loss is None else loss, dice, f1, f1_strict, precision, recall, voi)
 
     def add_row(self, learning_rate: float, latest_loss: float | None, scores: ValidationScores) -> bool:
         """Add a validation to the curve. Return whether it is the best one so far."""

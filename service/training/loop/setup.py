@@ -15,13 +15,14 @@ from service.core.errors import BadParameter
 from service.core.hardware import devices
 from service.engine import precision
 from service.models.architectures.build import build_network
-from service.models.loader import load_network
+from service.models.loader import check_decoding_library, load_network
 from service.models.spec import ModelSpec, check_trainable
 from service.training.loop.plan import TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
+from service.training.targets.choice import choose_targets, copy_weights
 
 TrainerFactory = Callable[[Settings, Path, torch.dtype], Trainer]
 """Function that creates a trainer, given settings with the training options, a folder and a dtype."""
@@ -49,12 +50,14 @@ def prepare_training(
         devices.set_torch_threads(settings.device.threads)
     else:
         torch.backends.cudnn.deterministic = True
+    check_decoding_library(draft)
     edge, seed = settings.training.edge, settings.training.seed
-    data = TrainingData(BlockDataset(parts.training, edge, seed), Validator(parts.validation, draft, edge))
+    dataset = BlockDataset(parts.training, edge, seed, choose_targets(draft).compute)
+    data = TrainingData(dataset, Validator(parts.validation, draft, edge))
 
     def make_trainer(trainer_settings: Settings, folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(seed)
-        network = load_network(base) if base is not None else _build_random_network(draft)
+        network = _build_network(draft, base)
         _check_crop_size(network, edge)
         plan = TrainingPlan(**trainer_settings.training.model_dump())
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
@@ -62,11 +65,19 @@ def prepare_training(
     return make_trainer
 
 
-def _build_random_network(draft: ModelSpec) -> nn.Module:
-    """Return the network of a new model with random weights."""
+def _build_network(draft: ModelSpec, base: ModelSpec | None) -> nn.Module:
+    """Return the network of a new model with the weights of the base model; random if there are none.
+
+    If the new model has other outputs, their weights are random.
+    """
     if draft.architecture is None:
         raise TypeError(f"The model {draft.name} has no architecture.")
-    return build_network(draft.architecture)
+    if base is not None and base.architecture == draft.architecture:
+        return load_network(base)
+    network = build_network(draft.architecture)
+    if base is not None:
+        copy_weights(load_network(base), network)
+    return network
 
 
 def choose_dtype(settings: Settings) -> torch.dtype:

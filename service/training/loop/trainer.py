@@ -20,10 +20,7 @@ from tqdm import tqdm
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
-from service.inference.decoding.postprocessing import require_instances
-from service.models.spec_parts import Instances
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
-from service.training.instance_targets import instance_loss
 from service.training.loop.plan import CURVE_COLUMNS, TrainerState, TrainingPlan, ValidationScores, format_number
 from service.training.techniques import checkpoint_blocks, make_convolutions_safe, recompute_statistics, update_average
 
@@ -77,8 +74,9 @@ class Trainer:
         )
         self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
         self._examples, self._validator = data
+        self._loss = data.validator.targets.loss
         # Decoding with which the best weights have the best scores.
-        self.best_decoding = require_instances(data.validator.spec)
+        self.best_decoding = data.validator.spec.decoding
         # Time when training would have started without interruptions, and the end and duration of the last validation.
         self._start_time = time.monotonic()
         self._last_validation = (-math.inf, 0.0)
@@ -111,7 +109,7 @@ class Trainer:
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
             recompute_statistics(self._averaged_network, images)
-            scores, decoding = self._validator.validate(self.compute_averaged_scores)
+            scores, decoding = self._validator.validate(self.compute_averaged_scores, is_final=True)
             if self.best_scores.is_better_than(scores):
                 self._averaged_network.load_state_dict(self._best_weights)
             else:
@@ -171,7 +169,8 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = plan.get_learning_rate(self.progress)
         self._optimizer.zero_grad(set_to_none=True)
-        loss = instance_loss(self._compute_scores(self._forward, images), targets.to(self._device, non_blocking=True))
+        scores = self._compute_scores(self._forward, images)
+        loss = self._loss(scores, targets.to(self._device, non_blocking=True))
         scaled_loss = scaler.scale(loss)
         loss_value = float(loss.detach())
         if not math.isfinite(loss_value):
@@ -219,7 +218,7 @@ class Trainer:
         return scores.float()
 
     def compute_averaged_scores(self, images: Tensor) -> Tensor:
-        """Return the raw scores [B, 2, z, y, x] of the averaged network for images [B, 1, z, y, x]."""
+        """Return the raw scores [B, K, z, y, x] of the averaged network for images [B, 1, z, y, x]."""
         return self._compute_scores(self._averaged_network, images)
 
     def _validate(self) -> None:
@@ -282,7 +281,7 @@ class Trainer:
             self._optimizer.load_state_dict(content["optimiser"])
             self._best_weights, self.state = content["best"], TrainerState(**content["state"])
             if "decoding" in content:
-                self.best_decoding = Instances.model_validate(content["decoding"])
+                self.best_decoding = type(self.best_decoding).model_validate(content["decoding"])
             # Older checkpoints, and checkpoints from training in full precision, contain no scaler state.
             if content.get("scaler") and self._scaler.is_enabled():
                 self._scaler.load_state_dict(content["scaler"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +15,12 @@ from torch import Tensor
 
 from service.core.types import Objects
 from service.models.spec import ModelSpec
-from service.models.spec_parts import Instances
+from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import Example, cut_tiles
-from service.training.instance_targets import instance_loss
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
 from service.training.loop.plan import ObjectCounts, ValidationScores
 from service.training.stacks.parts import StackPart, compute_part_targets, cut_part
+from service.training.targets.choice import Targets, choose_targets
 
 Network = Callable[[Tensor], Tensor]
 """Function that returns the raw scores [B, 2, z, y, x], float32, of images [B, 1, z, y, x]."""
@@ -47,10 +49,22 @@ def score_parts(
     """
     counts, found_objects = ObjectCounts(), []
     for part in parts:
-        part_counts, objects = match_objects(compute_part_scores(network, part, spec), spec)
+        part_counts, objects = _match_objects(compute_part_scores(network, part, spec), spec)
         counts = counts.merge(part_counts)
         found_objects.append(objects)
     return counts, found_objects
+
+
+def _match_objects(part: ScoredPart, spec: ModelSpec) -> tuple[ObjectCounts, Objects]:
+    if isinstance(spec.decoding, Boundaries):
+        matches: tuple[ObjectCounts, Objects] = _boundary_choice().match_boundary_objects(part, spec)
+        return matches
+    return match_objects(part, spec)
+
+
+def _boundary_choice() -> Any:
+    """Return the module for boundaries, which needs an optional library."""
+    return import_module("service.training.loop.boundary_choice")
 
 
 class Validator:
@@ -61,21 +75,30 @@ class Validator:
     """
 
     def __init__(self, parts: Sequence[StackPart], spec: ModelSpec, edge: int) -> None:
-        self.spec = spec
-        self.tiles = [_cut_part_tiles(part, edge) for part in parts]
+        self.spec, self.targets = spec, choose_targets(spec)
+        self.tiles = [_cut_part_tiles(part, edge, self.targets) for part in parts]
         self._parts = [limit_part(part, MAX_VALIDATION_VOXELS // len(parts)) for part in parts]
 
     @torch.no_grad()
-    def validate(self, network: Network) -> tuple[ValidationScores, Instances]:
-        """Return the scores of a network, and the decoding with which it has these scores."""
+    def validate(self, network: Network, *, is_final: bool = False) -> tuple[ValidationScores, Instances | Boundaries]:
+        """Return the scores of a network, and the decoding with which it has these scores.
+
+        In the final validation, more decodings of boundaries are tried.
+        """
         losses, dice_scores = list[float](), list[Tensor]()
         for images, targets in self.tiles:
             scores = network(images).cpu()
-            losses.append(float(instance_loss(scores, targets)))
-            dice_scores.append(compute_dice((scores[:, :1] > 0).float(), targets[:, :1]))
-        mean_dice = float(torch.cat(dice_scores).nanmean())
+            losses.append(float(self.targets.loss(scores, targets)))
+            if isinstance(self.spec.decoding, Instances):
+                dice_scores.append(compute_dice((scores[:, :1] > 0).float(), targets[:, :1]))
+        mean_dice = float(torch.cat(dice_scores).nanmean()) if dice_scores else math.nan
         scored_parts = [compute_part_scores(network, part, self.spec) for part in self._parts]
-        decoding, counts = choose_decoding(scored_parts, self.spec)
+        if isinstance(self.spec.decoding, Boundaries):
+            decoding, counts = _boundary_choice().choose_boundary_decoding(
+                scored_parts, self.spec, is_thorough=is_final
+            )
+        else:
+            decoding, counts = choose_decoding(scored_parts, self.spec)
         return ValidationScores(
             sum(losses) / len(losses),
             mean_dice if math.isfinite(mean_dice) else None,
@@ -83,12 +106,13 @@ class Validator:
             counts.f1_strict,
             counts.precision,
             counts.recall,
+            counts.voi,
         ), decoding
 
 
-def _cut_part_tiles(part: StackPart, edge: int) -> tuple[Tensor, Tensor]:
+def _cut_part_tiles(part: StackPart, edge: int, targets: Targets) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, T, e, e, e] of some cubes of a part."""
-    return cut_tiles(Example(part.image, compute_part_targets(part)), edge)
+    return cut_tiles(Example(part.image, compute_part_targets(part, targets.compute)), edge)
 
 
 def limit_part(part: StackPart, max_voxels: int) -> StackPart:

@@ -172,9 +172,10 @@ def check_background(stacks: Sequence[AnnotatedStack]) -> None:
         raise BadParameter(
             f"{100 * object_count / known_count:.0f}% of the annotated voxels belong to objects. Training learns to"
             " distinguish objects from background, so a model would find a single object. For objects that fill the"
-            " stack, such as cells in a tissue or bodies in electron microscopy, use a model that predicts boundaries:"
-            " try model=tissue, or import one (docs/models.md). Training such models is not supported yet. If the"
-            " stacks have a background, set its label to 0."
+            " stack, train a model that predicts boundaries: set target=boundaries for cells in a tissue, or"
+            " target=affinities for bodies in electron microscopy. If the stacks have a background, set its label"
+            " to 0.",
+            parameter="target",
         )
 
 

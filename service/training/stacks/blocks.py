@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from scipy.ndimage import gaussian_filter, zoom
 from torch.utils.data import Dataset
 
-from service.training.examples import Example, Floats, place_crop
+from service.training.examples import Example, Floats, TargetFunction, place_crop
 from service.training.stacks.parts import StackPart, compute_part_targets
+from service.training.targets.instances import compute_instance_targets
 
 # Range of the random scale, and of the additional scale along z, as logarithms. Stacks differ in flatness more than in
 # size, because the distance between planes is coarse.
@@ -43,9 +44,15 @@ class BlockDataset(Dataset[Example]):
     elsewhere. Blocks are zoomed by random factors and sometimes blurred along z.
     """
 
-    def __init__(self, parts: Sequence[StackPart], edge: int, seed: int) -> None:
+    def __init__(
+        self,
+        parts: Sequence[StackPart],
+        edge: int,
+        seed: int,
+        compute_targets: TargetFunction = compute_instance_targets,
+    ) -> None:
         self._edge, self._seed = edge, seed
-        self._sources = [_make_source(part) for part in parts]
+        self._sources = [_make_source(part, compute_targets) for part in parts]
         weights = np.array([part.object_count for part in parts], np.float64)
         self._probabilities = weights / weights.sum()
 
@@ -70,8 +77,8 @@ class BlockDataset(Dataset[Example]):
         return Example(image, targets)
 
 
-def _make_source(part: StackPart) -> _Source:
-    targets = compute_part_targets(part)
+def _make_source(part: StackPart, compute_targets: TargetFunction) -> _Source:
+    targets = compute_part_targets(part, compute_targets)
     return _Source(part.image, targets, np.flatnonzero(targets[0]))
 
 

@@ -16,7 +16,7 @@ from service.inference.preprocessing.normalize import normalize_volume
 from service.inference.preprocessing.resample import compute_working_size, find_nearest_voxels, resample_image
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
-from service.training.instance_targets import compute_instance_targets
+from service.training.examples import TargetFunction
 from service.training.stacks.annotated_stack import AnnotatedStack
 
 Floats = NDArray[np.float32]
@@ -138,9 +138,9 @@ def cut_part(part: StackPart, axis: int, start: int, stop: int) -> StackPart:
     )
 
 
-def compute_part_targets(part: StackPart) -> Floats:
-    """Return the targets of a part, float32 [T, z, y, x]: foreground, distance and, if some are unknown, weights."""
-    targets = compute_instance_targets(part.labels)
+def compute_part_targets(part: StackPart, compute: TargetFunction) -> Floats:
+    """Return the targets [T, z, y, x] of a part, float32, with a weight as an additional target if some are unknown."""
+    targets = compute(part.labels)
     if part.unknown is None:
         return targets
     return np.concatenate([targets, ~part.unknown[None]]).astype(np.float32)

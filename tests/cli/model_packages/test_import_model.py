@@ -7,12 +7,15 @@ import pty
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from scipy.ndimage import gaussian_filter, label
 from torch import nn
 
 from service.__main__ import main
 from service.cli.model_packages.import_model import QUESTIONS, ask_questions
+from service.inference.decoding.decoders import make_decoder
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.models.repository import read_spec
 
@@ -112,3 +115,22 @@ def test_option_for_the_kind_of_decoding_keeps_the_other_keys_of_the_file(
     decoding_block = read_spec(tmp_path / "m" / "net").decoding
     assert decoding_block.kind == decoding.partition(":")[0]
     assert getattr(decoding_block, "watershed_sigma", None) == sigma
+
+
+def test_network_with_one_output_is_decoded_into_connected_components(tmp_path: Path) -> None:
+    torch.save(ShuffleUNet(1, 1, (4, 8)).state_dict(), tmp_path / "net.pth")
+    options = ["--architecture", "ShuffleUNet(in_channels=1, out_channels=1, widths=(4, 8))", "--activation", "sigmoid"]
+    options += ["--normalisation", "zscore", "--roi-size", "16,16,16", "--outputs", "cell"]
+    options += ["--decoding", "components:cell", "--models", str(tmp_path / "m")]
+    assert main(["models", "import", str(tmp_path / "net.pth"), *options]) == 0
+    spec = read_spec(tmp_path / "m" / "net")
+    scores = gaussian_filter(np.random.default_rng(0).normal(size=(16, 32, 48)), 1.5) * 40 - 4
+    decoder = make_decoder(spec, (16, 32, 48), "labels", None)
+    decoder.add(0, 0, torch.from_numpy(scores).float()[None, None])
+    labels = decoder.finish().pixels
+    components, count = label(scores > 0, np.ones((3, 3, 3)))
+    components[(np.bincount(components.ravel()) < 16)[components]] = 0  # `minimum_size`
+    assert 5 < labels.max() < count
+    # Each component is one object, although most have several maxima.
+    assert len(np.unique(np.stack([components, labels]).reshape(2, -1), axis=1).T) == labels.max() + 1
+    assert ((components > 0) == (labels > 0)).all()

@@ -5,9 +5,9 @@ from new_models import make_new_spec
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec_parts import Instances
-from service.training.instance_targets import compute_instance_targets
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
 from service.training.loop.plan import ObjectCounts
+from service.training.targets.instances import compute_instance_targets
 
 DECODING = Instances(kind="instances", threshold=0.5, min_confidence=0.8, minimum_size=8)
 SPEC = make_new_spec(decoding=DECODING)

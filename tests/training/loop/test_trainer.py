@@ -17,14 +17,14 @@ from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import Pair
-from service.training.instance_targets import instance_loss
-from service.training.loop import trainer as training_loop
 from service.training.loop.plan import CURVE_COLUMNS, TrainingPlan
 from service.training.loop.trainer import CHECKPOINT_FILE, CURVE_FILE, Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.model_folder import save_weights
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import StackPart, split_part
+from service.training.targets.choice import BOUNDARY_DECODING, choose_targets
+from service.training.targets.instances import instance_loss
 
 CPU = torch.device("cpu")
 SPEC = make_new_spec()
@@ -36,16 +36,15 @@ def pair() -> Pair:
     return synthesize(np.random.default_rng(0), (16, 32, 48))
 
 
-def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, **options) -> Trainer:
+def make_trainer(pair: Pair, folder: Path, network=None, dtype=torch.float32, spec=SPEC, **options) -> Trainer:
     """Create a trainer with the options of `PLAN`, overridden by `options`."""
     torch.manual_seed(0)
     folder.mkdir(exist_ok=True)
     plan = TrainingPlan(**{**PLAN.model_dump(), **options})
     part = StackPart("stack", PercentileNormalization()(pair[0]), pair[1], pair[1])
     training_part, validation_part = split_part(part, 0.25)
-    data = TrainingData(
-        BlockDataset([training_part], plan.edge, plan.seed), Validator([validation_part], SPEC, plan.edge)
-    )
+    dataset = BlockDataset([training_part], plan.edge, plan.seed, choose_targets(spec).compute)
+    data = TrainingData(dataset, Validator([validation_part], spec, plan.edge))
     return Trainer(network or ShuffleUNet(1, 2, (4, 8)), data, plan, folder, TrainingPlacement(CPU, dtype))
 
 
@@ -62,7 +61,7 @@ def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, 
     uninterrupted = make_trainer(pair, tmp_path / "uninterrupted")
     expected = uninterrupted.run()
     interrupted = make_trainer(pair, tmp_path / "interrupted")
-    original_loss, calls = training_loop.instance_loss, []
+    original_loss, calls = interrupted._loss, []
 
     def interrupt(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -70,10 +69,9 @@ def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, 
             raise KeyboardInterrupt
         return original_loss(scores, targets)
 
-    monkeypatch.setattr(training_loop, "instance_loss", interrupt)
+    monkeypatch.setattr(interrupted, "_loss", interrupt)
     with pytest.raises(KeyboardInterrupt):
         interrupted.run()
-    monkeypatch.setattr(training_loop, "instance_loss", original_loss)
     resumed = make_trainer(pair, tmp_path / "interrupted")
     resumed.resume()
     assert 0 < resumed.state.step < PLAN.steps
@@ -81,6 +79,17 @@ def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, 
     assert read_curve(tmp_path / "interrupted") == read_curve(tmp_path / "uninterrupted")
     assert [row["step"] for row in read_curve(tmp_path / "uninterrupted")] == ["0", "2", "4", "6"]
     assert tuple(read_curve(tmp_path / "uninterrupted")[0]) == CURVE_COLUMNS
+
+
+def test_training_on_boundaries_is_resumed_with_the_chosen_decoding(pair, tmp_path) -> None:
+    spec = make_new_spec(outputs=["boundary"], decoding=BOUNDARY_DECODING.model_dump(), input={"diameter": None})
+    options = {"network": ShuffleUNet(1, 1, (4, 8)), "spec": spec}
+    trainer = make_trainer(pair, tmp_path, **options)
+    trainer.run()
+    resumed = make_trainer(pair, tmp_path, **options)
+    resumed.resume()
+    assert resumed.best_scores.voi == trainer.best_scores.voi < trainer.state.get_scores(0).voi
+    assert resumed.best_decoding.kind == "boundaries"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_resumed_training_gives_the_same_result_as_uninterrupted_training(pair, 
 def test_non_finite_steps_are_skipped_and_counted(pair, tmp_path, monkeypatch, loss) -> None:
     trainer = make_trainer(pair, tmp_path, steps=2)
     initial_weights = copy.deepcopy(trainer._network.state_dict())
-    monkeypatch.setattr(training_loop, "instance_loss", loss)
+    monkeypatch.setattr(trainer, "_loss", loss)
     trainer.run()
     assert trainer.state.skipped == trainer.state.step == 2
     weights = trainer._network.state_dict()
@@ -104,13 +113,13 @@ def test_non_finite_steps_are_skipped_and_counted(pair, tmp_path, monkeypatch, l
 
 def test_scaler_backs_off_and_its_state_is_resumed(pair, tmp_path, monkeypatch) -> None:
     trainer = make_trainer(pair, tmp_path, dtype=torch.float16)
-    monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: scores.sum() * math.nan)
+    monkeypatch.setattr(trainer, "_loss", lambda scores, _targets: scores.sum() * math.nan)
     initial_scale = trainer._scaler.get_scale()
     for _ in range(2):
         trainer.step(*trainer.get_example_batch())
     assert trainer.state.skipped == 2
     assert trainer._scaler.get_scale() == initial_scale / 4
-    monkeypatch.setattr(training_loop, "instance_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
+    monkeypatch.setattr(trainer, "_loss", lambda scores, _targets: (scores * 0).abs().sqrt().sum())
     trainer.step(*trainer.get_example_batch())
     assert (trainer.state.skipped, trainer._scaler.get_scale()) == (3, initial_scale / 8)
     trainer.save()

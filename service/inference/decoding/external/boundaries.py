@@ -1,7 +1,8 @@
 """Decoder of boundary probabilities: a watershed to supervoxels, which are then merged to objects, as in PlantSeg.
 
 The supervoxels are the basins of the boundary probability around the maxima of the distance to the nearest boundary.
-They are merged by a multicut, by GASP or by a mutex watershed on their adjacency graph. The algorithms are those of the
+They are merged by a multicut, by GASP or by a mutex watershed on their adjacency graph. If the network also predicts
+affinities, those that connect two supervoxels determine whether the two are merged. The algorithms are those of the
 library bioimage-cpp, which the authors of PlantSeg's algorithms maintain. It is an optional dependency
 (`stackseg[boundaries]`), so this module is imported only if a model needs it.
 
@@ -11,7 +12,7 @@ et al. 2020 (PlantSeg).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import bioimage_cpp
 import numpy as np
@@ -34,8 +35,20 @@ NEIGHBORS = [[0, 0, 1], [0, 1, 0], [1, 0, 0]]
 MIN_PROBABILITY, MAX_PROBABILITY = 0.001, 0.999
 
 
+class Faces(NamedTuple):
+    """The faces between adjacent supervoxels: the edges of a graph whose nodes are the supervoxels.
+
+    boundary  mean boundary probability of each face, or one minus the mean affinity
+    sizes     number of voxels, or of affinities, of each face
+    """
+
+    graph: Any
+    boundary: NDArray[np.float64]
+    sizes: NDArray[np.float64]
+
+
 class BoundaryDecoder:
-    """Decoder that collects the boundary probabilities of the whole volume, float32, and then segments them.
+    """Decoder that collects the boundary probabilities and affinities of the whole volume, float32, and segments them.
 
     Supervoxels and their merging depend on the whole volume, so no object is final before all slabs have arrived.
     """
@@ -44,17 +57,22 @@ class BoundaryDecoder:
         self._decoding, self._voxel_size = decoding, voxel_size
         self._channel, self._activation = spec.outputs.index(decoding.boundary), spec.get_activation(decoding.boundary)
         self._boundary: Probabilities = np.zeros(size, np.float32)
+        self._affinities: Probabilities = np.zeros((len(decoding.affinities), *size), np.float32)
+        self._affinity_activation = spec.get_activation(spec.outputs[-1])
 
     def add(self, z0: int, y0: int, scores: Tensor, /) -> None:
         """Add raw scores [1, K, z, y, X], as in `Decoder.add`. Scores on a GPU are copied to the host."""
         num_planes, num_rows = scores.shape[2:4]
         probabilities = compute_boundary_probabilities(scores[0].float(), self._channel, self._activation)
         self._boundary[z0 : z0 + num_planes, y0 : y0 + num_rows] = probabilities.cpu().numpy()
+        if len(self._affinities):
+            affinities = activate(scores[0, 1:].float(), self._affinity_activation)
+            self._affinities[:, z0 : z0 + num_planes, y0 : y0 + num_rows] = affinities.cpu().numpy()
 
     def finish(self) -> Segmentation:
         """Segment the volume. The labels are numbered from 1 without gaps."""
         boundary, decoding = self._boundary, self._decoding
-        labels = segment_boundaries(boundary, decoding)
+        labels = segment_boundaries(boundary, self._affinities, decoding)
         labels = number_labels(remove_labels(labels, decoding))
         voxel_counts = np.bincount(labels.ravel())
         sums = np.bincount(labels.ravel(), weights=1 - boundary.ravel(), minlength=1)
@@ -69,21 +87,48 @@ def compute_boundary_probabilities(scores: Tensor, channel: int, activation: str
     """Return the boundary probability [z, y, X] from raw scores [K, z, y, X]."""
     if activation == "softmax":
         return torch.softmax(scores, 0)[channel]
-    # Networks that return probabilities may exceed the range by rounding.
-    return torch.sigmoid(scores[channel]) if activation == "sigmoid" else scores[channel].clamp(0, 1)
+    return activate(scores[channel], activation)
 
 
-def segment_boundaries(boundary: Probabilities, decoding: Boundaries) -> Labels:
-    """Segment boundary probabilities [Z, Y, X] into objects. Labels [Z, Y, X] are greater than 0 and may have gaps."""
-    supervoxels = compute_supervoxels(boundary, decoding)
-    if decoding.agglomeration == "none":
-        labels = supervoxels
-    elif decoding.agglomeration == "multicut":
-        labels = merge_by_multicut(boundary, supervoxels, decoding.beta)
-    else:
-        linkage = "mean" if decoding.agglomeration == "gasp" else "mutex_watershed"
-        labels = merge_by_linkage(boundary, supervoxels, decoding.beta, linkage)
+def activate(scores: Tensor, activation: str) -> Tensor:
+    """Return probabilities from raw scores. Networks that return probabilities may exceed the range by rounding."""
+    return torch.sigmoid(scores) if activation == "sigmoid" else scores.clamp(0, 1)
+
+
+def segment_boundaries(boundary: Probabilities, affinities: Probabilities, decoding: Boundaries) -> Labels:
+    """Segment boundary probabilities [Z, Y, X] and affinities [A, Z, Y, X] into objects.
+
+    Labels [Z, Y, X] are greater than 0 and may have gaps.
+    """
+    labels = supervoxels = compute_supervoxels(boundary, decoding)
+    if decoding.agglomeration != "none":
+        faces = measure_faces(boundary, affinities, supervoxels, decoding)
+        labels = merge_supervoxels(faces, decoding)[supervoxels]
     return merge_small_segments(labels, boundary, decoding.minimum_size)
+
+
+def measure_faces(
+    boundary: Probabilities, affinities: Probabilities, supervoxels: Labels, decoding: Boundaries
+) -> Faces:
+    """Return the faces between adjacent supervoxels [Z, Y, X]."""
+    graph = bioimage_cpp.graph.region_adjacency_graph(supervoxels)
+    offsets = [list(offset) for offset in decoding.affinities]
+    if offsets:
+        features = bioimage_cpp.graph.features.affinity_features(graph, supervoxels, affinities, offsets)
+        return Faces(graph, 1 - features[:, 0], features[:, 1])
+    if decoding.agglomeration == "multicut":
+        means, sizes = bioimage_cpp.graph.features.edge_map_features(graph, supervoxels, boundary)[:, :2].T
+        return Faces(graph, means, sizes)
+    inside = np.repeat((1 - boundary)[None], len(NEIGHBORS), 0)
+    means, sizes = bioimage_cpp.graph.features.affinity_features(graph, supervoxels, inside, NEIGHBORS)[:, :2].T
+    return Faces(graph, 1 - means, sizes)
+
+
+def merge_supervoxels(faces: Faces, decoding: Boundaries) -> Labels:
+    """Return the label, from 1, of each supervoxel [N]."""
+    if decoding.agglomeration == "multicut":
+        return merge_by_multicut(faces, decoding.beta)
+    return merge_by_linkage(faces, decoding.beta, "mean" if decoding.agglomeration == "gasp" else "mutex_watershed")
 
 
 def compute_supervoxels(boundary: Probabilities, decoding: Boundaries) -> Labels:
@@ -159,45 +204,39 @@ def merge_small_segments(labels: Labels, heights: Probabilities, minimum_size: i
     return merged_labels
 
 
-def merge_by_multicut(boundary: Probabilities, supervoxels: Labels, beta: float) -> Labels:
+def merge_by_multicut(faces: Faces, beta: float) -> Labels:
     """Merge supervoxels by a multicut of their adjacency graph, solved by the Kernighan-Lin heuristic.
 
     The cost of an edge is the logarithm of the odds of the mean boundary probability of its face, weighted by the size
     of the face and shifted by `beta`.
     """
-    graph = bioimage_cpp.graph.region_adjacency_graph(supervoxels)
-    means, sizes = bioimage_cpp.graph.features.edge_map_features(graph, supervoxels, boundary)[:, :2].T
-    probabilities = MIN_PROBABILITY + (MAX_PROBABILITY - MIN_PROBABILITY) * means
+    probabilities = MIN_PROBABILITY + (MAX_PROBABILITY - MIN_PROBABILITY) * faces.boundary
     costs = np.log((1 - probabilities) / probabilities) + np.log((1 - beta) / beta)
-    objective = bioimage_cpp.graph.multicut.MulticutObjective(graph, costs * (sizes / max(sizes.max(initial=0), 1)))
+    weights = faces.sizes / max(faces.sizes.max(initial=0), 1)
+    objective = bioimage_cpp.graph.multicut.MulticutObjective(faces.graph, costs * weights)
     solver = bioimage_cpp.graph.multicut.ChainedMulticutSolvers(
         [
             bioimage_cpp.graph.multicut.GreedyAdditiveMulticut(),
             bioimage_cpp.graph.multicut.KernighanLinMulticut(),
         ]
     )
-    return _apply_node_labels(solver.optimize(objective), supervoxels)
+    return _number_nodes(solver.optimize(objective))
 
 
-def merge_by_linkage(boundary: Probabilities, supervoxels: Labels, beta: float, linkage: str) -> Labels:
+def merge_by_linkage(faces: Faces, beta: float, linkage: str) -> Labels:
     """Merge supervoxels by GASP, with the mean affinity of a face minus `beta` as the weight of an edge.
 
     linkage  `mean`, or `mutex_watershed`, in which edges with negative weights prevent later merges
     """
-    graph = bioimage_cpp.graph.region_adjacency_graph(supervoxels)
-    affinities = np.repeat((1 - boundary)[None], len(NEIGHBORS), 0)
-    means, sizes = bioimage_cpp.graph.features.affinity_features(graph, supervoxels, affinities, NEIGHBORS)[:, :2].T
     policy = bioimage_cpp.graph.agglomeration.GaspClusterPolicy(num_clusters_stop=1, linkage=linkage)
-    # In single precision, as in PlantSeg, because ties decide which edges are merged first.
-    weights = means.astype(np.float32) - np.float32(beta)
-    return _apply_node_labels(
-        policy.optimize(graph, weights.astype(np.float64), edge_sizes=sizes.astype(np.float64)), supervoxels
-    )
+    # In single precision, as in PanSeg, because ties decide which edges are merged first.
+    weights = (1 - faces.boundary).astype(np.float32) - np.float32(beta)
+    return _number_nodes(policy.optimize(faces.graph, weights.astype(np.float64), edge_sizes=faces.sizes))
 
 
-def _apply_node_labels(node_labels: NDArray[Any], supervoxels: Labels) -> Labels:
+def _number_nodes(node_labels: NDArray[Any]) -> Labels:
     """Return the labels, from 1, of the nodes with the numbers of the supervoxels."""
-    labels: Labels = (node_labels.astype(np.uint32) + 1)[supervoxels]
+    labels: Labels = node_labels.astype(np.uint32) + 1
     return labels
 
 

@@ -101,7 +101,9 @@ def test_multicut_of_a_small_graph_is_optimal(seed: int) -> None:
     generator = np.random.default_rng(seed)
     supervoxels = np.array([[[1, 1, 2, 2, 3], [1, 4, 4, 2, 3], [5, 4, 6, 6, 3], [5, 5, 7, 6, 7]]], np.uint32)
     boundary = generator.uniform(0, 1, supervoxels.shape).astype(np.float32)
-    labels = boundaries.merge_by_multicut(boundary, supervoxels, 0.5)
+    decoding = Boundaries(kind="boundaries", agglomeration="multicut", beta=0.5)
+    faces = boundaries.measure_faces(boundary, np.empty((0, *boundary.shape), np.float32), supervoxels, decoding)
+    labels = boundaries.merge_supervoxels(faces, decoding)[supervoxels]
     graph = bioimage_cpp.graph.region_adjacency_graph(supervoxels)
     means, sizes = bioimage_cpp.graph.features.edge_map_features(graph, supervoxels, boundary)[:, :2].T
     costs = np.log((1 - (0.998 * means + 0.001)) / (0.998 * means + 0.001)) * sizes

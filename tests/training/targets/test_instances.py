@@ -7,7 +7,7 @@ from scipy.ndimage import label, maximum_filter
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.training.evaluate import score
-from service.training.instance_targets import DICE_LOSS, compute_distance_target, instance_loss
+from service.training.targets.instances import DICE_LOSS, compute_distance_target, instance_loss
 
 
 def make_ellipsoid(radii: tuple[float, float, float], size: tuple[int, int, int] = (21, 41, 41)) -> NDArray[np.uint16]:

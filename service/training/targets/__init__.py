@@ -1,0 +1,1 @@
+"""Targets of training: foreground and distance of objects, boundaries, and affinities."""
