@@ -97,6 +97,7 @@ class MemberReport(BaseModel):
     - `available`: whether the member still exists. The other properties are null if it was deleted.
     - `objects`: number of objects of a result or of an annotated stack.
     - `model`: name and version of the model of a result; base model of an annotated stack or of a trained model.
+    - `channel`: channel that was segmented, as in the request; null if the request did not select a channel.
     - `has_table`: whether a result has a table, and its objects are therefore in the table of the project.
     - `job`: id of the job whose labels were corrected, for an annotated stack.
     - `bytes`: size of the result or of the annotated stack.
@@ -112,6 +113,7 @@ class MemberReport(BaseModel):
     objects: int | None = None
     model: str | None = None
     confidence: float | None = None
+    channel: str | None = None
     has_table: bool | None = None
     job: str | None = None
     bytes: int | None = None

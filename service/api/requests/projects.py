@@ -127,11 +127,13 @@ class ProjectMembers:
     def _report(self, member: Member, resource: Resource | None) -> MemberReport:
         match resource:
             case JobRecord(result_metadata=ResultMetadata() as metadata):
+                channel = resource.request.parameters.get("channel")
                 return report_member(
                     member,
                     objects=metadata.objects,
                     model=metadata.model,
                     confidence=metadata.confidence,
+                    channel=None if channel is None else str(channel),
                     has_table=has_table(metadata),
                     bytes=resource.result_bytes,
                     expires=to_utc((resource.ended or 0.0) + self._async_jobs.keep_seconds),
