@@ -117,6 +117,7 @@ async function showBatches() {
 /** List the projects on the start screen. */
 async function showProjects() {
   const list = await createProjectList();
+  byId("start").querySelector(".projects")?.remove();
   if (!byId("start").hidden) byId("start").append(list);
 }
 

@@ -16,10 +16,10 @@ const HEADER_HEIGHT = 26;
 const AXIS_HEIGHT = 24;
 const ROW_HEIGHT = 19;
 const GROUP_HEIGHT = 30;
-const CHARACTER_WIDTH = 6.6;
+const CHARACTER_WIDTH = 7.2;
 /** Panels are below each other if each would be narrower than this. */
 const MIN_PANEL_WIDTH = 190;
-const TICK_COUNT = 4;
+const MIN_TICK_DISTANCE = 45;
 
 /** @param {string} tag @param {Record<string, string | number>} attributes @param {...(Node | string)} children */
 function svg(tag, attributes, ...children) {
@@ -106,17 +106,17 @@ function createScale({ startsAtZero }, rows, index, left, right) {
   const max = Math.max(...values, Number.NEGATIVE_INFINITY);
   const high = Number.isFinite(max) ? max : 1;
   const low = startsAtZero ? Math.min(0, ...values) : Math.min(...values, high);
-  const step = chooseStep(high - low || 1);
+  const step = chooseStep(high - low || 1, Math.max(2, Math.floor((right - left) / MIN_TICK_DISTANCE)));
   const [first, last] = [Math.floor(low / step), Math.max(Math.ceil(high / step), Math.floor(low / step) + 1)];
   const ticks = Array.from({ length: last - first + 1 }, (_, tick) => (first + tick) * step);
   const unit = (right - left) / ((last - first) * step);
   return { toX: (value) => left + (value - first * step) * unit, ticks, right };
 }
 
-/** Return a distance of ticks that is 1, 2 or 5 times a power of ten. @param {number} range */
-function chooseStep(range) {
-  const power = 10 ** Math.floor(Math.log10(range / TICK_COUNT));
-  const factor = [1, 2, 5, 10].find((candidate) => candidate * power * TICK_COUNT >= range) ?? 10;
+/** Return a distance of ticks that is 1, 2 or 5 times a power of ten. @param {number} range @param {number} maxCount maximum number of intervals */
+function chooseStep(range, maxCount) {
+  const power = 10 ** Math.floor(Math.log10(range / maxCount));
+  const factor = [1, 2, 5].find((candidate) => candidate * power * maxCount >= range) ?? 10;
   return factor * power;
 }
 

@@ -32,6 +32,8 @@ export class PlotsView extends EventTarget {
     /** Objects by job id, null before they have been loaded. @type {Map<string, Objects> | null} */
     this.objects = null;
     this.loadedJobs = "";
+    /** Number of measured results of which the project also has corrected labels. */
+    this.correctedCount = 0;
     this.plots = element("div", { class: "plots" });
     this.stacksCheckbox = element("input", { type: "checkbox", onchange: () => this.#draw() });
     this.noteText = element("p", { class: "muted small" });
@@ -58,7 +60,11 @@ export class PlotsView extends EventTarget {
   /** Show the members of the project. The objects are loaded only if the results have changed. @param {Member[]} members */
   async show(members) {
     this.members = members.filter(isMeasured);
-    const jobs = this.members.map(({ id }) => id).join();
+    const ids = this.members.map(({ id }) => id);
+    this.correctedCount = new Set(
+      members.map(({ job }) => job).filter((job) => job !== null && ids.includes(job)),
+    ).size;
+    const jobs = ids.join();
     this.root.hidden = this.members.length === 0;
     if (jobs !== this.loadedJobs) {
       if (this.objects === null) this.stacksCheckbox.checked = this.members.length <= MAX_STACKS_SHOWN_AT_FIRST;
@@ -96,6 +102,8 @@ export class PlotsView extends EventTarget {
       "Boxes: half of the objects, with their median. Lines: 5th to 95th percentile. Dots: one stack each, its number or median. The number at the right of a row is the median. Intensities are those of the segmented channel.",
       otherCount > 0 &&
         `${formatCount(otherCount, "stack")} without a voxel size ${otherCount === 1 ? "is" : "are"} not in the plot of volumes.`,
+      this.correctedCount > 0 &&
+        `The project also has corrected labels of ${formatCount(this.correctedCount, "stack")}. The measurements are those before the correction.`,
     ];
     return sentences.filter(Boolean).join(" ");
   }

@@ -172,6 +172,10 @@ export async function openAddMembersDialog(project, onchange) {
   );
   const group = createGroupField(listGroups(project.members));
   const content = ["Results", "Annotated stacks", "Models"].map((title, index) => createChoices(title, choices[index]));
+  if (choices.flat().length === 0)
+    content.push(
+      element("p", { class: "muted" }, "All results, annotated stacks and models are in this project already."),
+    );
   openForm(`Add to ${project.name}`, "Add", [...content, group.root], async () => {
     const add = choices
       .flat()

@@ -226,7 +226,6 @@ class ProjectView {
 
   /** @param {Member} member @returns {string[]} the other cells of the row of a member */
   #describe(member) {
-    if (!member.available) return ["no longer on the server", "", "", "", ""];
     const objects = member.kind === "job" ? this.plots.objects?.get(member.id) : undefined;
     const unit = objects?.unit === "um" ? "µm³" : "voxels";
     const [volume, intensity] = [objects?.volumes, objects?.intensities].map(
