@@ -98,6 +98,7 @@ class MemberReport(BaseModel):
     - `objects`: number of objects of a result or of an annotated stack.
     - `model`: name and version of the model of a result; base model of an annotated stack or of a trained model.
     - `channel`: channel that was segmented, as in the request; null if the request did not select a channel.
+    - `time_points`: number of time points of a time series; null for other results.
     - `has_table`: whether a result has a table, and its objects are therefore in the table of the project.
     - `job`: id of the job whose labels were corrected, for an annotated stack.
     - `bytes`: size of the result or of the annotated stack.
@@ -114,6 +115,7 @@ class MemberReport(BaseModel):
     model: str | None = None
     confidence: float | None = None
     channel: str | None = None
+    time_points: int | None = None
     has_table: bool | None = None
     job: str | None = None
     bytes: int | None = None

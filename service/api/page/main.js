@@ -238,6 +238,7 @@ async function openStatus(signal) {
 
 /** @param {string} id */
 async function openProject(id) {
+  byId("project").replaceChildren();
   showView("project", "Project");
   await showProject(byId("project"), id, service.capabilities.temporary_jobs, (name) => {
     byId("title").textContent = name;

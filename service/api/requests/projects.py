@@ -134,6 +134,7 @@ class ProjectMembers:
                     model=metadata.model,
                     confidence=metadata.confidence,
                     channel=None if channel is None else str(channel),
+                    time_points=None if metadata.time_points is None else metadata.time_points[0],
                     has_table=has_table(metadata),
                     bytes=resource.result_bytes,
                     expires=to_utc((resource.ended or 0.0) + self._async_jobs.keep_seconds),

@@ -102,6 +102,8 @@ export class PlotsView extends EventTarget {
       "Boxes: half of the objects, with their median. Lines: 5th to 95th percentile. Dots: one stack each, its number or median. The number at the right of a row is the median. Intensities are those of the segmented channel.",
       otherCount > 0 &&
         `${formatCount(otherCount, "stack")} without a voxel size ${otherCount === 1 ? "is" : "are"} not in the plot of volumes.`,
+      this.members.some(({ time_points: count }) => count !== null) &&
+        "The objects of a time series are counted at each time point.",
       this.correctedCount > 0 &&
         `The project also has corrected labels of ${formatCount(this.correctedCount, "stack")}. The measurements are those before the correction.`,
     ];

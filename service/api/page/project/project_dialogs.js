@@ -12,6 +12,7 @@ import {
   listGroups,
   MAX_GROUP_LENGTH,
   MAX_NAME_LENGTH,
+  MAX_STACK_NAME_LENGTH,
 } from "./project_requests.js";
 
 /** @typedef {import("./project_requests.js").Project} Project */
@@ -79,11 +80,14 @@ export async function openAddToProjectDialog(results) {
   const nameInput = createNameInput();
   const nameField = field("Name of the new project", nameInput);
   const group = createGroupField([]);
+  /** Members of the selected project. @type {Project["members"]} */
+  let members = [];
   const onchange = async () => {
     const isNew = select.value === NEW_PROJECT;
     nameField.hidden = !isNew;
     nameInput.disabled = !isNew;
-    group.suggest(isNew ? [] : listGroups((await requestJson(`projects/${select.value}`)).members));
+    members = isNew ? [] : (await requestJson(`projects/${select.value}`)).members;
+    group.suggest(listGroups(members));
   };
   const select = element(
     "select",
@@ -109,11 +113,18 @@ export async function openAddToProjectDialog(results) {
   const title =
     results.length === 1 ? `Add ${results[0].name} to a project` : `Add ${results.length} results to a project`;
   openForm(title, "Add", content, async () => {
-    const name = group.input.value;
+    // Without a new group, members of the project keep their group.
+    const getGroup = (/** @type {string} */ id) =>
+      group.input.value || (members.find((member) => member.id === id)?.group ?? "");
     /** @type {NewMember[]} */
-    const add = results.map((result) => ({ kind: "job", ...result, group: name }));
+    const add = results.map(({ id, name }) => ({
+      kind: "job",
+      id,
+      name: name.slice(-MAX_STACK_NAME_LENGTH),
+      group: getGroup(id),
+    }));
     if (correctedCheckbox.checked)
-      add.push(...corrected.map(({ id }) => ({ kind: /** @type {"annotation"} */ ("annotation"), id, group: name })));
+      for (const { id } of corrected) add.push({ kind: "annotation", id, group: getGroup(id) });
     const project =
       select.value === NEW_PROJECT
         ? await createProject({ name: nameInput.value, add })

@@ -10,6 +10,8 @@ import { requestJson } from "../core/requests.js";
 
 export const MAX_NAME_LENGTH = 100;
 export const MAX_GROUP_LENGTH = 64;
+/** Longer names of stacks lose their beginning. */
+export const MAX_STACK_NAME_LENGTH = 200;
 const HEADERS = { "Content-Type": "application/json" };
 
 /** @returns {Promise<ProjectSummary[]>} the project that was changed last first */
