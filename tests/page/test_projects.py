@@ -60,8 +60,8 @@ def add_result(page: Page, live: LiveServer) -> str:
     live.post("/annotations", labels, {"Content-Type": "application/x-npy"}, job=job, name="by hand")
     page.get_by_role("button", name="Add results").click()
     dialog = page.get_by_role("dialog")
-    for name in (MARKUP, "by hand", "nuclei"):
-        dialog.get_by_role("checkbox", name=name).first.check()
+    for title, name in (("Results", MARKUP), ("Annotated stacks", "by hand"), ("Models", "nuclei")):
+        dialog.get_by_role("group", name=title).get_by_role("checkbox", name=name).check()
     dialog.get_by_label("Group").fill("treated")
     check_accessibility(page)
     dialog.get_by_role("button", name="Add", exact=True).click()
