@@ -9,7 +9,7 @@ import { showFolderForm } from "./batch/folder_form.js";
 import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
-import { watchConnection } from "./core/connection.js";
+import { checkConnection, watchConnection } from "./core/connection.js";
 import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
@@ -236,13 +236,11 @@ async function openStatus(signal) {
   await watchStatus(byId("status"), signal, loadModels);
 }
 
-/** @param {string} id */
-async function openProject(id) {
+/** @param {string} id @param {AbortSignal} signal */
+async function openProject(id, signal) {
   byId("project").replaceChildren();
   showView("project", "Project");
-  await showProject(byId("project"), id, service.capabilities.temporary_jobs, (name) => {
-    byId("title").textContent = name;
-  });
+  await showProject(byId("project"), id, service.capabilities.temporary_jobs, signal);
 }
 
 /** @param {string[]} jobs @param {AbortSignal} signal */
@@ -275,7 +273,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "folder" && id) return openServerFolder(encodedId, signal);
   if (kind === "job" && id) return openJob(encodedId);
   if (kind === "stack" && id) return openStack(encodedId, model);
-  if (kind === "project" && id) return openProject(encodedId);
+  if (kind === "project" && id) return openProject(encodedId, signal);
   if (kind === "training" && id) return openTrainingRun(encodedId, signal);
   return showStartView();
 }
@@ -317,16 +315,27 @@ async function offerCorrectionsOfMissingJob(id) {
   return offerCorrections(id, name, forgetJobAndCorrections);
 }
 
+/** Load the models, parameters and capabilities of the service. @returns {Promise<boolean>} false if the service does not respond */
+async function loadService() {
+  try {
+    const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
+    /** @type {{name: string}[]} */
+    const parameters = openapi.paths["/jobs"].post.parameters;
+    service.parameterNames = new Set(parameters.map(({ name }) => name));
+    if (openapi.paths["/limits"]) await loadCapabilities();
+    return true;
+  } catch (error) {
+    if (error instanceof Problem && error.status === 0) return false;
+    throw error;
+  }
+}
+
 async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
   watchConnection(() => loadCapabilities().catch(() => undefined));
-  const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
-  /** @type {{name: string}[]} */
-  const parameters = openapi.paths["/jobs"].post.parameters;
-  service.parameterNames = new Set(parameters.map(({ name }) => name));
-  if (openapi.paths["/limits"]) await loadCapabilities();
+  while (!(await loadService())) await checkConnection();
   updateKeyButton(byId("key"));
   // Do not listen earlier: if the fragment changed during startup, `route` would open the same view twice.
   window.addEventListener("hashchange", route);

@@ -1,6 +1,7 @@
 /** View of a project: notes, plots, and a table of its members with their groups. */
 
-import { button, downloadBlob, element, redraw } from "../core/elements.js";
+import { connection } from "../core/connection.js";
+import { button, byId, downloadBlob, element, redraw } from "../core/elements.js";
 import { formatCount, formatDate, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
 import { hasKey, request, requestJson } from "../core/requests.js";
@@ -18,10 +19,10 @@ const COLUMN_TITLES = ["", "Stack", "Group", "Objects", "Median volume", "Median
 
 /** View of a project. Each change is sent to the service at once. */
 class ProjectView {
-  /** @param {HTMLElement} root @param {Project} project @param {boolean} isTemporary whether the service deletes projects when it stops @param {(name: string) => void} setTitle */
-  constructor(root, project, isTemporary, setTitle) {
+  /** @param {HTMLElement} root @param {Project} project @param {boolean} isTemporary whether the service deletes projects when it stops @param {AbortSignal} signal aborted when another view opens */
+  constructor(root, project, isTemporary, signal) {
     this.project = project;
-    this.setTitle = setTitle;
+    this.signal = signal;
     /** Members that are selected for a change, by key. @type {Set<string>} */
     this.selected = new Set();
     this.nameInput = this.#createNameInput();
@@ -117,8 +118,9 @@ class ProjectView {
 
   /** @param {Project} project */
   show(project) {
+    if (this.signal.aborted) return;
     this.project = project;
-    this.setTitle(project.name);
+    byId("title").textContent = project.name;
     const keys = new Set(project.members.map(getKey));
     for (const key of this.selected) if (!keys.has(key)) this.selected.delete(key);
     this.#drawMembers();
@@ -281,7 +283,11 @@ async function saveFile(path, name) {
   else element("a", { href: path, download: name }).click();
 }
 
-/** Open a project. @param {HTMLElement} root @param {string} id @param {boolean} isTemporary @param {(name: string) => void} setTitle */
-export async function showProject(root, id, isTemporary, setTitle) {
-  new ProjectView(root, await requestJson(`projects/${id}`), isTemporary, setTitle);
+/** Show a project, and load it again after the connection to the service was lost. @param {HTMLElement} root @param {string} id @param {boolean} isTemporary @param {AbortSignal} signal aborted when another view opens */
+export async function showProject(root, id, isTemporary, signal) {
+  const view = new ProjectView(root, await requestJson(`projects/${id}`, { signal }), isTemporary, signal);
+  connection.subscribe(() => {
+    if (connection.state.lostAt === null)
+      requestJson(`projects/${id}`).then((project) => view.show(project), showError);
+  }, signal);
 }

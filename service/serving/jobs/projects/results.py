@@ -64,7 +64,7 @@ def join_tables(results: Sequence[MeasuredResult], selected: Collection[str] = (
     """
     columns = _list_columns(results)
     if selected:
-        base_names = {name.partition("-")[0] for name in columns}
+        base_names = dict.fromkeys(name.partition("-")[0] for name in columns)
         if columns and (unknown_names := [name for name in selected if name not in base_names]):
             raise BadParameter.for_parameter(
                 "columns", f"there is no column {unknown_names[0][:80]!r}. The columns are {', '.join(base_names)}."
