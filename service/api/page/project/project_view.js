@@ -222,8 +222,10 @@ class ProjectView {
       onchange: () => this.#change({ add: [withGroup(member, groupInput.value)] }),
     });
     groupInput.setAttribute("list", "group-names");
-    const cells = [checkbox, createNameCell(member), groupInput, ...this.#describe(member)];
-    return element("tr", { class: member.available ? "" : "missing" }, ...cells.map((cell) => element("td", {}, cell)));
+    const cells = [checkbox, createNameCell(member), groupInput].map((cell) => element("td", {}, cell));
+    if (member.available) cells.push(...this.#describe(member).map((text) => element("td", {}, text)));
+    else cells.push(element("td", { colSpan: COLUMN_TITLES.length - cells.length }, "no longer on the server"));
+    return element("tr", { class: member.available ? "" : "missing" }, ...cells);
   }
 
   /** @param {Member} member @returns {string[]} the other cells of the row of a member */
