@@ -308,3 +308,12 @@ def test_models_of_other_keys_are_not_in_the_archive(random_nuclei: ModelSpec, t
     assert {name.split("/")[1] for name in files if name.startswith("models/")} == {"anns"}
     assert not any(OWNER_FILE in name for name in files)
     assert [bool(member["files"]) for member in description["members"]] == [True, False, False]
+
+
+def test_bodies_are_described_without_references(service: Service) -> None:
+    paths = service.client.get("/openapi.json").json()["paths"]
+    for path, method in (("/projects", "post"), ("/projects/{project}", "patch"), ("/trainings", "post")):
+        body = paths[path][method]["requestBody"]["content"]["application/json"]["schema"]
+        assert "$ref" not in json.dumps(body)
+    members = paths["/projects"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]["add"]
+    assert members["items"]["properties"].keys() == {"kind", "id", "group", "name"}

@@ -5,7 +5,7 @@ import { formatNumber } from "../core/format.js";
 /** @typedef {import("./statistics.js").Summary} Summary */
 /** @typedef {{bar: number | null, box: Summary | null, dots: number[], median: number | null}} Cell what is drawn for one row of a panel; median: the number at its right */
 /** @typedef {{label: string, group: number, isGroup: boolean, cells: Cell[]}} Row group: index of the group, for its color */
-/** @typedef {{title: string, startsAtZero: boolean}} Panel */
+/** @typedef {{title: string, startsAtZero: boolean, minStep: number}} Panel minStep: smallest distance of the ticks */
 
 const SVG_NAMESPACE = "http://www.w3.org/2000/svg";
 export const COLOR_COUNT = 8;
@@ -98,7 +98,7 @@ function drawLabel({ label, group, isGroup }, center) {
 /** @typedef {{toX: (value: number) => number, ticks: number[], right: number}} Scale */
 
 /** @param {Panel} panel @param {Row[]} rows @param {number} index of the panel @param {number} left @param {number} right @returns {Scale} */
-function createScale({ startsAtZero }, rows, index, left, right) {
+function createScale({ startsAtZero, minStep }, rows, index, left, right) {
   const values = rows.flatMap(({ cells }) => {
     const { bar, box, dots } = cells[index];
     return [...(bar === null ? [] : [bar]), ...(box?.whiskers ?? []), ...dots];
@@ -106,7 +106,8 @@ function createScale({ startsAtZero }, rows, index, left, right) {
   const max = Math.max(...values, Number.NEGATIVE_INFINITY);
   const high = Number.isFinite(max) ? max : 1;
   const low = startsAtZero ? Math.min(0, ...values) : Math.min(...values, high);
-  const step = chooseStep(high - low || 1, Math.max(2, Math.floor((right - left) / MIN_TICK_DISTANCE)));
+  const maxCount = Math.max(2, Math.floor((right - left) / MIN_TICK_DISTANCE));
+  const step = Math.max(chooseStep(high - low || 1, maxCount), minStep);
   const [first, last] = [Math.floor(low / step), Math.max(Math.ceil(high / step), Math.floor(low / step) + 1)];
   const ticks = Array.from({ length: last - first + 1 }, (_, tick) => (first + tick) * step);
   const unit = (right - left) / ((last - first) * step);

@@ -86,9 +86,9 @@ export class PlotsView extends EventTarget {
     const unit = members.some(({ id }) => objects.get(id)?.unit === "um") ? "um" : "voxel";
     const rows = createRows(members, objects, unit, this.stacksCheckbox.checked);
     const panels = [
-      { title: "Objects per stack", startsAtZero: true },
-      { title: `Volume (${unit === "um" ? "µm³" : "voxels"})`, startsAtZero: true },
-      { title: "Mean intensity (gray values)", startsAtZero: false },
+      { title: "Objects per stack", startsAtZero: true, minStep: 1 },
+      { title: `Volume (${unit === "um" ? "µm³" : "voxels"})`, startsAtZero: true, minStep: 0 },
+      { title: "Mean intensity (gray values)", startsAtZero: false, minStep: 0 },
     ];
     this.plots.replaceChildren(...drawPlots(panels, rows, this.width));
     this.noteText.textContent = this.#describe(unit);

@@ -36,7 +36,7 @@ function createItem({ id, name, members, changed }) {
   ];
   return element(
     "li",
-    { class: "without-thumbnail" },
+    {},
     element(
       "a",
       { class: "recent-job", href: `#project=${id}` },
