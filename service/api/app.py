@@ -39,11 +39,11 @@ from service.api.messages.problems import (
 from service.api.routes import (
     corrections,
     docs,
-    inspect,
     jobs,
     models,
     page,
     planes,
+    projects,
     segment,
     stacks,
     status,
@@ -65,7 +65,7 @@ _ROUTE_MODULES = (
     planes,
     corrections,
     trainings,
-    inspect,
+    projects,
     models,
     status,
     agents,
@@ -144,6 +144,7 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
     service = build(settings, factories)
     app.state.runtime, app.state.async_jobs = service.runtime, service.async_jobs
     app.state.annotations, app.state.trainings = service.annotations, service.trainings
+    app.state.projects = service.projects
     # `app.routes` does not list the routes of included routers individually.
     app.state.endpoints = [
         route for module in _ROUTE_MODULES for route in module.router.routes if isinstance(route, APIRoute)

@@ -18,6 +18,7 @@ StackSegError
 |   |-- UnknownStack         no uploaded stack has this id, or the stack belongs to another key
 |   |-- UnknownAnnotation    no annotated stack has this id, or the stack belongs to another key
 |   |-- UnknownTraining      no training run has this id, or the run belongs to another key
+|   |-- UnknownProject       no project has this id, or the project belongs to another key
 |   |-- FeatureDisabled      the feature is disabled by the operator, or its dependency is not installed
 |   |-- ModelNotDeletable    the model cannot be deleted
 |   |-- JobNotFinished       the job has no result yet
@@ -44,7 +45,6 @@ StackSegError
 
 Each message states the problem and a remedy in one or two sentences, for the user or operator who can apply it.
 `slug` is the last part of the problem type (RFC 9457) in error responses. It is stable, so clients may rely on it.
-This module does not contain HTTP status codes: `service.api.messages.problems` maps errors to status codes.
 """
 
 import re
@@ -175,6 +175,12 @@ class UnknownTraining(RequestError):
     slug = "unknown-training"
 
 
+class UnknownProject(RequestError):
+    """No project has this id, or the project belongs to another API key."""
+
+    slug = "unknown-project"
+
+
 class FeatureDisabled(RequestError):
     """The operator has disabled this feature, or its dependency is not installed."""
 
@@ -200,9 +206,14 @@ class ResultUnavailable(RequestError):
 
 
 class CapacityError(StackSegError):
-    """Temporary error: the service cannot process the request now."""
+    """Temporary error: the service cannot process the request now; `retry_after` is a time in seconds, if known."""
 
     slug = "capacity"
+    retry_after: int | None = None
+
+    def __init__(self, message: str, retry_after: int | None = None, **members: Any) -> None:
+        super().__init__(message, **members)
+        self.retry_after = retry_after or self.retry_after
 
 
 class QueueFull(CapacityError):
@@ -210,29 +221,18 @@ class QueueFull(CapacityError):
 
     slug = "queue-full"
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
 
 class RateLimited(CapacityError):
     """The API key exceeds its rate limit; try again after `retry_after` seconds."""
 
     slug = "rate-limited"
 
-    def __init__(self, message: str, retry_after: int) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
 
 class NotReady(CapacityError):
     """A model is being loaded, or the service is starting or stopping; try again after `retry_after` seconds."""
 
     slug = "not-ready"
-
-    def __init__(self, message: str, retry_after: int = 5) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
+    retry_after = 5
 
 
 class StorageUnavailable(CapacityError):
@@ -336,13 +336,10 @@ class Cancelled(StackSegError):
     slug = "cancelled"
 
 
-# The folders of an absolute path (not of URLs and relative paths), or the address of an object in its representation.
-_HOST_DETAILS_PATTERN = re.compile(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+| (?:object )?at 0x[0-9a-fA-F]+")
-
-
 def remove_host_details(message: str) -> str:
     """Remove the folders of absolute paths and the addresses of objects, so that clients do not learn them."""
-    return _HOST_DETAILS_PATTERN.sub("", message)
+    # URLs and relative paths remain.
+    return re.sub(r"(?<![\w.:/~-])/(?:[^\s/'\"]+/)+| (?:object )?at 0x[0-9a-fA-F]+", "", message)
 
 
 def get_validation_message(error: Mapping[str, Any]) -> str:

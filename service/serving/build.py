@@ -19,6 +19,7 @@ from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
 from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.projects.store import ProjectStore
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trainings import TrainingManager
 from service.serving.metrics import Metrics
@@ -55,6 +56,7 @@ class Service(NamedTuple):
     async_jobs: JobManager
     annotations: AnnotationStore
     trainings: TrainingManager
+    projects: ProjectStore
 
 
 def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Service:
@@ -71,7 +73,10 @@ def build(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -
         "trained-models": lambda: measure_disk(trained_folder, count_bytes(trained_folder), None),
     }
     runtime.metrics.register_labeled_gauge("stackseg_trainings", trainings.queue.count_by_state)
-    return Service(runtime, async_jobs, annotations, trainings)
+    projects = ProjectStore(
+        lambda: async_jobs.store, quota_bytes=settings.jobs.quota_bytes, is_shared=len(settings.access.keys) > 1
+    )
+    return Service(runtime, async_jobs, annotations, trainings, projects)
 
 
 def build_runtime(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORIES) -> Runtime:

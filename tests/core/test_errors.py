@@ -55,8 +55,8 @@ SLUGS = """
 bad-file ambiguous-axes bad-parameter doubtful-result unsupported-media too-large unknown-model unauthorized
 misdirected cross-site rate-limited queue-full not-ready device-lost timed-out out-of-storage storage-unavailable
 out-of-memory broken-model non-finite-scores unsupported-package missing-keys internal-error unknown-job
-unknown-stack unknown-annotation unknown-training switched-off interrupted reader-killed result-gone model-kept
-not-finished too-slow output-exists configuration cancelled
+unknown-stack unknown-annotation unknown-training unknown-project switched-off interrupted reader-killed
+result-gone model-kept not-finished too-slow output-exists configuration cancelled
 """
 
 

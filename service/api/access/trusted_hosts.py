@@ -16,7 +16,7 @@ from service.core.sections.serving import Access
 log = logging.getLogger(__name__)
 
 # Methods and headers that web pages from other origins may send, and response headers that these pages may read.
-CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
+CORS_METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
 CORS_REQUEST_HEADERS = (
     "Authorization",
     "Content-Encoding",

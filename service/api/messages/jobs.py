@@ -54,7 +54,7 @@ class JobReport(BaseModel):
     - `skipped`: number of windows that were skipped as background, if skipping was enabled.
     - `result`: URL path of the result; null if there is none.
     - `problem`: why the job failed; null if it did not fail.
-    - `expires`: when the job and its result will be deleted.
+    - `expires`: when the job and its result will be deleted; null if a project keeps them.
     """
 
     model_config = ConfigDict(
@@ -131,7 +131,7 @@ def report_job(view: JobView, keep_seconds: float, scope: Scope) -> JobReport:
         created=_to_utc(record.created),
         started=_to_utc_or_none(record.started),
         ended=_to_utc_or_none(record.ended),
-        expires=None if record.ended is None else _to_utc(record.ended + keep_seconds),
+        expires=None if record.ended is None or record.is_kept else _to_utc(record.ended + keep_seconds),
         stage=view.stage,
         position=view.position,
         progress=JobProgress(done=view.progress.done, total=view.progress.total),

@@ -145,6 +145,7 @@ STATUS_BY_ERROR: dict[type[errors.StackSegError], int] = {
     errors.UnknownStack: 404,
     errors.UnknownAnnotation: 404,
     errors.UnknownTraining: 404,
+    errors.UnknownProject: 404,
     errors.FeatureDisabled: 403,
     errors.ModelNotDeletable: 409,
     errors.JobNotFinished: 409,

@@ -1,4 +1,4 @@
-"""/stacks: stacks that are uploaded once and then viewed and segmented several times."""
+"""/stacks and /inspect: stacks that are uploaded once and then used several times, and descriptions of stacks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Request
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
-from service.api.messages.stacks import StackReport
-from service.api.requests.admission import STACK_REQUEST
+from service.api.messages.stacks import Inspection, StackReport
+from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
 from service.api.requests.body import incoming_folder, receive_file
+from service.api.requests.inspection import inspect_request
 from service.core.errors import BadParameter
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack
@@ -59,6 +60,16 @@ async def delete_stack(request: Request, stack: StackId) -> None:
     Jobs that use the stack continue.
     """
     await run_in_thread(partial(get_stacks(request).delete, stack, get_caller(request)))
+
+
+@router.post("/inspect", openapi_extra=STACK_REQUEST)
+async def inspect_stack(request: Request, runtime: RuntimeDependency, query: AdmittedQuery) -> Inspection:
+    """Inspect a stack without segmenting it.
+
+    Reports the axes, voxel size and channels of the file, and estimates the time and memory that its segmentation would
+    require. Accepts the same body and parameters as `/segment`. No pixels are decoded, and no device is used.
+    """
+    return await inspect_request(request, runtime, query)
 
 
 def _make_parameters_error() -> BadParameter:

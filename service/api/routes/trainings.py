@@ -6,16 +6,14 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
-from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, has_admin_rights
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
-from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
+from service.api.requests.json_body import describe_json_body, read_json
 from service.serving.learning.trainings import NewTraining
-from service.serving.parameters import describe_validation_errors
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])
@@ -24,15 +22,14 @@ router = APIRouter(tags=["learning"])
 MAX_BODY_BYTES = 2**16
 TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training run.")]
 
-TRAINING_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
-}
 ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
     202: {"description": "The training run has been accepted and is waiting in the queue.", "model": TrainingReport}
 }
 
 
-@router.post("/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=TRAINING_BODY)
+@router.post(
+    "/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=describe_json_body(TrainingRequest)
+)
 async def submit_training(request: Request, runtime: RuntimeDependency) -> Response:
     """Train a model on annotated stacks.
 
@@ -42,7 +39,7 @@ async def submit_training(request: Request, runtime: RuntimeDependency) -> Respo
     trainings, access = get_trainings(request), runtime.settings.access
     trainings.check_enabled()
     check_trainer(request, access)
-    body = await _read_body(request)
+    body = await read_json(request, TrainingRequest, MAX_BODY_BYTES)
     new_training = NewTraining(**body.model_dump())
     submit = partial(trainings.submit, new_training, get_caller(request), is_admin=has_admin_rights(request, access))
     record = await run_in_thread(submit)
@@ -91,28 +88,3 @@ async def cancel_training(request: Request, runtime: RuntimeDependency, training
     """
     is_admin = has_admin_rights(request, runtime.settings.access)
     await run_in_thread(partial(get_trainings(request).cancel, training, get_caller(request), is_admin=is_admin))
-
-
-async def _read_body(request: Request) -> TrainingRequest:
-    """Read the JSON body of a request.
-
-    Raises UnsupportedMedia for other media types, TooLarge for a body of more than `MAX_BODY_BYTES`, BadParameter for
-    an invalid body, and Cancelled if the client disconnects.
-    """
-    # Refuse other media types, because browsers send some of them to other origins without a CORS preflight request.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise UnsupportedMedia("Send the parameters of the training run as JSON, with Content-Type: application/json.")
-    body, has_more = bytearray(), True
-    while has_more:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            raise Cancelled("The client disconnected while it was sending the request.")
-        body += message.get("body", b"")
-        has_more = message.get("more_body", False)
-        if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"The body is larger than {MAX_BODY_BYTES:,} bytes. Select fewer annotated stacks.")
-    try:
-        return TrainingRequest.model_validate_json(bytes(body))
-    except ValidationError as error:
-        validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
-        raise describe_validation_errors(validation_errors, TrainingRequest) from error

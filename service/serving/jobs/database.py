@@ -37,16 +37,47 @@ CREATE TABLE jobs (
 ) STRICT
 """
 CREATE_INDEX = "CREATE INDEX jobs_by_state ON jobs (state, ended)"
+# Earlier versions of the service ignore these tables. A member is a job, an annotated stack or a model.
+CREATE_PROJECT_TABLES = (
+    """
+CREATE TABLE IF NOT EXISTS projects (
+  number INTEGER PRIMARY KEY AUTOINCREMENT,
+  id TEXT NOT NULL UNIQUE,
+  owner TEXT,
+  name TEXT NOT NULL,
+  notes TEXT NOT NULL,
+  created REAL NOT NULL,
+  changed REAL NOT NULL
+) STRICT
+""",
+    """
+CREATE TABLE IF NOT EXISTS project_members (
+  project TEXT NOT NULL,
+  kind TEXT NOT NULL CHECK (kind IN ('job', 'annotation', 'model')),
+  id TEXT NOT NULL,
+  name TEXT NOT NULL,
+  group_name TEXT NOT NULL,
+  added REAL NOT NULL,
+  PRIMARY KEY (project, kind, id)
+) STRICT
+""",
+    "CREATE INDEX IF NOT EXISTS jobs_of_projects ON project_members (id) WHERE kind = 'job'",
+    # The jobs that are not deleted automatically.
+    "CREATE VIEW IF NOT EXISTS kept_jobs AS SELECT id FROM project_members WHERE kind = 'job'",
+)
+SELECT_JOBS = "SELECT *, id IN kept_jobs AS is_kept FROM jobs"
 INSERT_JOB = (
     "INSERT INTO jobs (state, id, owner, model, parameters, name, windows, receive_seconds, created, input_bytes)"
     " VALUES ('waiting', ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 )
 # SQL template with placeholders for the assignments and the condition.
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
-# SQL template, with a placeholder for states, that selects all except the newest jobs of each owner.
+# SQL template, with a placeholder for states, that selects all except the newest jobs of each owner. Jobs in projects
+# are not selected and do not count.
 OLD_JOBS_TEMPLATE = (
     "SELECT id FROM ("
-    "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs WHERE state IN ({})"
+    "SELECT id, ROW_NUMBER() OVER (PARTITION BY owner ORDER BY number DESC) AS place FROM jobs"
+    " WHERE state IN ({}) AND id NOT IN kept_jobs"
     ") WHERE place > ?"
 )
 # Time for which a call waits for a lock held by another program. While a call waits, all other calls wait too.
@@ -102,11 +133,16 @@ class JobDatabase:
 
     def execute(self, statement: str, *values: object) -> int:
         """Execute a statement, commit it to disk, and return the number of changed rows."""
+        with self.transaction() as connection:
+            return connection.execute(statement, values).rowcount
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit the statements that are executed in this context to disk, or none of them if it raises an error."""
         with self.lock:
             with self._translate_errors(), self._connection:
-                row_count = self._connection.execute(statement, values).rowcount
+                yield self._connection
             self._problem = None
-        return row_count
 
     def repair(self) -> str | None:
         """Recreate deleted folders and files. Return the current problem as one sentence, or None.
@@ -242,6 +278,9 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
             connection.execute(CREATE_TABLE)
             connection.execute(CREATE_INDEX)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        if version in {0, SCHEMA_VERSION}:
+            for statement in CREATE_PROJECT_TABLES:
+                connection.execute(statement)
     if version not in {0, SCHEMA_VERSION}:
         raise ConfigError(
             f"jobs.folder: {path} was written by a different version of StackSeg. Set a different folder."

@@ -119,6 +119,12 @@ class JobManager:
         self.runner.record_failures()
         self._store.close()
 
+    @property
+    def store(self) -> JobStore:
+        """The jobs on disk. Raises NotReady before `start`."""
+        self._require_folder()
+        return self._store
+
     def measure_jobs(self) -> DiskUsage:
         """Measure the disk usage of jobs. Raises NotReady before `start`."""
         return measure_disk(self._require_folder(), self._store.nbytes, self._settings.jobs.quota_bytes)

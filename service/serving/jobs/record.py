@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import json
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import TypeAdapter
 
 from service.core.errors import BadParameter, StackSegError
+from service.serving.jobs.failure import decode_failure
 from service.serving.results.metadata import ResultMetadata
 
 if TYPE_CHECKING:
+    import sqlite3
+
     from service.serving.jobs.database import JobDatabase
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled", "expired"]
@@ -28,6 +34,7 @@ SELECT_KEY = (
 )
 INSERT_KEY = "INSERT OR REPLACE INTO idempotency_keys (client, value, digest, job) VALUES (?, ?, ?, ?)"
 DELETE_UNUSED_KEYS = "DELETE FROM idempotency_keys WHERE job NOT IN (SELECT id FROM jobs)"
+_METADATA_ADAPTER = TypeAdapter(ResultMetadata)
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,7 @@ class JobRecord:
     attempts         number of times that the job has been started
     result_metadata  metadata of the result; retained after the result has been deleted
     failure          error that made the job fail, or that made the result of a finished job incomplete
+    is_kept          whether a project keeps the job, so that the job is not deleted automatically
     """
 
     id: str
@@ -76,6 +84,22 @@ class JobRecord:
     result_bytes: int
     result_metadata: ResultMetadata | None
     failure: StackSegError | None
+    is_kept: bool
+
+    @classmethod
+    def from_row(cls, row: sqlite3.Row) -> Self:
+        """Decode a row that was selected with `SELECT_JOBS`."""
+        request = JobRequest(
+            row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
+        )
+        decoded_values: dict[str, Any] = {
+            "request": request,
+            "result_metadata": None if row["outcome"] is None else _METADATA_ADAPTER.validate_json(row["outcome"]),
+            "failure": decode_failure(row["failure"]),
+            "is_kept": bool(row["is_kept"]),
+        }
+        names = {field.name for field in fields(cls)} - decoded_values.keys()
+        return cls(**{name: row[name] for name in names}, **decoded_values)
 
     @property
     def has_ended(self) -> bool:

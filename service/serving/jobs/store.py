@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sqlite3
 import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-
-from pydantic import TypeAdapter
 
 from service.core.errors import (
     InternalError,
@@ -33,8 +30,8 @@ from service.core.errors import (
     UnknownJob,
 )
 from service.core.files.atomic_files import sync_to_disk
-from service.serving.jobs.database import INSERT_JOB, OLD_JOBS_TEMPLATE, UPDATE_TEMPLATE, JobDatabase
-from service.serving.jobs.failure import decode_failure, encode_failure
+from service.serving.jobs.database import INSERT_JOB, OLD_JOBS_TEMPLATE, SELECT_JOBS, UPDATE_TEMPLATE, JobDatabase
+from service.serving.jobs.failure import encode_failure
 from service.serving.jobs.record import IdempotencyKey, IdempotencyKeys, JobRecord, JobRequest
 from service.serving.results.metadata import ResultMetadata
 from service.serving.storage.disk import get_file_size, translate_disk_errors
@@ -48,7 +45,6 @@ MAX_JOBS_WITHOUT_RESULT = 1000
 # Maximum number of jobs with a result per owner. The quota limits the bytes of the results, but not the number of rows
 # and folders.
 MAX_JOBS_WITH_RESULT = 10_000
-_ANSWER_ADAPTER = TypeAdapter(ResultMetadata)
 
 
 class JobStore:
@@ -70,8 +66,8 @@ class JobStore:
         self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
         self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
         self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
-        self._database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
-        self.keys, self._lock = IdempotencyKeys(self._database), self._database.lock
+        self.database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
+        self.keys, self._lock = IdempotencyKeys(self.database), self.database.lock
         # Functions that are called with the ID of a job after all of its files have been deleted.
         self.deletion_callbacks: list[Callable[[str], object]] = []
 
@@ -80,11 +76,11 @@ class JobStore:
 
         The rows are preserved, because the deleted database is still open. Inputs and results are lost.
         """
-        return self._database.repair()
+        return self.database.repair()
 
     def close(self) -> None:
         """Unlock the folder for other processes. Further calls have no effect."""
-        self._database.close()
+        self.database.close()
 
     def make_incoming_folder(self) -> Path:
         """Create a folder for an uploaded file. The file counts toward the quota only after `accept`."""
@@ -117,7 +113,7 @@ class JobStore:
                     sync_to_disk(self._jobs_folder)
                 if key is not None:
                     self.keys.add(key, job_id)
-                self._database.execute(INSERT_JOB, *values, request.receive_seconds, time.time(), size)
+                self.database.execute(INSERT_JOB, *values, request.receive_seconds, time.time(), size)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -125,19 +121,18 @@ class JobStore:
 
     def find(self, job_id: str, owner: str | None) -> JobRecord:
         """Return a job of this owner. Raises UnknownJob if the ID is unknown or the job belongs to another owner."""
-        records = self._select("SELECT * FROM jobs WHERE id = ? AND owner IS ?", job_id, owner)
+        records = self._select("WHERE id = ? AND owner IS ?", job_id, owner)
         if not records:
             raise UnknownJob("There is no such job: the ID is wrong, or the job was deleted or has expired.")
         return records[0]
 
     def list_newest(self, owner: str | None, limit: int) -> list[JobRecord]:
         """Return up to `limit` jobs of an owner, newest first."""
-        statement = "SELECT * FROM jobs WHERE owner IS ? ORDER BY number DESC LIMIT ?"
-        return self._select(statement, owner, limit)
+        return self._select("WHERE owner IS ? ORDER BY number DESC LIMIT ?", owner, limit)
 
     def list_unfinished(self) -> list[JobRecord]:
         """Return the jobs that are waiting or running, oldest first."""
-        return self._select("SELECT * FROM jobs WHERE state IN ('waiting', 'running') ORDER BY number")
+        return self._select(f"WHERE {UNFINISHED_CONDITION} ORDER BY number")
 
     def get_input_path(self, job_id: str) -> Path:
         """Return the path of the uploaded file. Write results to the same folder before `finish`."""
@@ -176,9 +171,9 @@ class JobStore:
         metadata_json, failure_json = json.dumps(asdict(metadata)), None if failure is None else encode_failure(failure)
         is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, metadata_json, failure_json)
         # Ignore storage errors below. The next job frees space, and `clean_up` deletes the unneeded files.
-        with suppress(OutOfStorage, StorageUnavailable):
+        with suppress(OutOfStorage, StorageUnavailable), self._lock:
             # The owner may have deleted the job in the meantime.
-            for record in self._select("SELECT * FROM jobs WHERE id = ? AND state = 'done'", job_id) if is_done else ():
+            for record in self._select("WHERE id = ? AND state = 'done'", job_id) if is_done else ():
                 self.delete_unneeded_files(job_id)
                 self._evict(0, record.owner, spared_id=job_id)
         return is_done
@@ -195,13 +190,19 @@ class JobStore:
 
     def delete(self, job_id: str) -> None:
         """Delete a job that has ended."""
-        self._database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job_id)
+        self.database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job_id)
+        self.delete_unneeded_files(job_id)
+
+    def _delete_old(self, job_id: str) -> None:
+        """Delete a job that has ended, unless it has been added to a project in the meantime."""
+        statement = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running') AND id NOT IN kept_jobs"
+        self.database.execute(statement, job_id)
         self.delete_unneeded_files(job_id)
 
     def delete_unneeded_files(self, job_id: str) -> None:
         """Delete the files that a job does not need in its current state."""
         folder = self._jobs_folder / job_id
-        records = self._select("SELECT * FROM jobs WHERE id = ?", job_id)
+        records = self._select("WHERE id = ?", job_id)
         with translate_disk_errors(), suppress(FileNotFoundError):
             if not records or records[0].state in {"failed", "cancelled", "expired"}:
                 shutil.rmtree(folder)
@@ -220,7 +221,7 @@ class JobStore:
         with translate_disk_errors():
             shutil.rmtree(self._incoming_folder)
             self._incoming_folder.mkdir(mode=0o700)
-        for record in self._select("SELECT * FROM jobs WHERE state = 'done'"):
+        for record in self._select("WHERE state = 'done'"):
             if get_file_size(self.get_result_path(record.id)) != record.result_bytes:
                 self._expire(record.id)
         for record in self.list_unfinished():
@@ -246,23 +247,21 @@ class JobStore:
         """Delete jobs that ended more than `keep_seconds` ago, and files that remain after errors.
 
         For each owner, retain only the newest `max_jobs_without_result` jobs without a result, and the newest
-        `max_jobs_with_result` jobs with a result.
+        `max_jobs_with_result` jobs with a result. Jobs that a project keeps are never deleted.
         """
         for states, max_jobs in (
             ("'failed', 'cancelled', 'expired'", max_jobs_without_result),
             ("'done'", max_jobs_with_result),
         ):
-            for (job_id,) in self._database.query(OLD_JOBS_TEMPLATE.format(states), max_jobs):
-                self.delete(job_id)
-        for record in self._select("SELECT * FROM jobs WHERE ended < ?", time.time() - self._keep_seconds):
-            if record.has_ended:
-                self.delete(record.id)
+            for (job_id,) in self.database.query(OLD_JOBS_TEMPLATE.format(states), max_jobs):
+                self._delete_old(job_id)
+        for record in self._select("WHERE ended < ? AND id NOT IN kept_jobs", time.time() - self._keep_seconds):
+            self._delete_old(record.id)
         self.keys.delete_unused()
         for job_id in self._list_folders():
             # `accept` holds the lock while a new job has a folder but no row yet.
             with self._lock:
-                statement = "SELECT * FROM jobs WHERE id = ? AND state IN ('waiting', 'running')"
-                if not self._select(statement, job_id):
+                if not self._select(f"WHERE id = ? AND {UNFINISHED_CONDITION}", job_id):
                     self.delete_unneeded_files(job_id)
 
     def _list_folders(self) -> list[str]:
@@ -274,13 +273,13 @@ class JobStore:
         with self._lock:
             if not self._has_space_for_input(size, owner) or not self._evict(size, owner):
                 raise OutOfStorage(
-                    "Waiting and running jobs use all the space configured for jobs. Try again when some of these "
-                    "jobs are done, or submit a smaller file."
+                    "Unfinished jobs and the results in projects use all the space configured for jobs. Try again when"
+                    " some jobs are done, submit a smaller file, or delete projects."
                 )
 
     def _has_space_for_input(self, size: int, owner: str | None) -> bool:
         input_bytes = self._sum_input_bytes()
-        free_bytes = self._quota_bytes - input_bytes.total() - size
+        free_bytes = self._quota_bytes - self.sum_kept_bytes().total() - input_bytes.total() - size
         return free_bytes >= (input_bytes[owner] + size if self._is_shared else 0)
 
     @property
@@ -298,11 +297,19 @@ class JobStore:
         """Return the bytes of the results, by owner."""
         return self._sum_bytes("SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' GROUP BY owner")
 
+    def sum_kept_bytes(self) -> Counter[str | None]:
+        """Return the bytes of the results that projects keep, by owner."""
+        return self._sum_bytes(
+            "SELECT owner, SUM(result_bytes) FROM jobs WHERE state = 'done' AND id IN kept_jobs GROUP BY owner"
+        )
+
     def _sum_bytes(self, statement: str) -> Counter[str | None]:
-        return Counter({owner: int(nbytes) for owner, nbytes in self._database.query(statement)})
+        return Counter({owner: int(nbytes) for owner, nbytes in self.database.query(statement)})
 
     def _evict(self, size: int, owner: str | None, spared_id: str = "") -> bool:
-        """Delete results, except the result of job `spared_id`, until `size` bytes of this owner fit within the quota.
+        """Delete results until `size` bytes of this owner fit within the quota. Call this with the lock held.
+
+        The results in projects and the result of job `spared_id` are not deleted.
 
         The oldest results of the owner who uses the most space are deleted first. Results of an owner who uses less
         space than `owner` would use are never deleted, so each owner is guaranteed an equal share. If the bytes cannot
@@ -312,7 +319,8 @@ class JobStore:
         used_bytes[owner] += size
         results: dict[str | None, deque[JobRecord]] = {}
         if used_bytes.total() > self._quota_bytes:
-            for record in self._select("SELECT * FROM jobs WHERE state = 'done' AND id != ? ORDER BY ended", spared_id):
+            clause = "WHERE state = 'done' AND id != ? AND id NOT IN kept_jobs ORDER BY ended"
+            for record in self._select(clause, spared_id):
                 results.setdefault(record.owner, deque()).append(record)
         evicted_records: list[JobRecord] = []
         while used_bytes.total() > self._quota_bytes:
@@ -332,18 +340,8 @@ class JobStore:
 
     def _update(self, job_id: str, condition: str, changes: str, *values: object) -> bool:
         """Change the row of a job. Return False if the row does not meet the condition."""
-        return self._database.execute(UPDATE_TEMPLATE.format(changes, condition), *values, job_id) == 1
+        return self.database.execute(UPDATE_TEMPLATE.format(changes, condition), *values, job_id) == 1
 
-    def _select(self, statement: str, *values: object) -> list[JobRecord]:
-        return [_decode_row(row) for row in self._database.query(statement, *values)]
-
-
-def _decode_row(row: sqlite3.Row) -> JobRecord:
-    """Decode a row of the jobs table."""
-    request = JobRequest(
-        row["model"], json.loads(row["parameters"]), row["name"], row["windows"], row["receive_seconds"]
-    )
-    columns = {field.name for field in fields(JobRecord)} - {"request", "result_metadata", "failure"}
-    values = {name: row[name] for name in columns}
-    result_metadata = None if row["outcome"] is None else _ANSWER_ADAPTER.validate_json(row["outcome"])
-    return JobRecord(**values, request=request, result_metadata=result_metadata, failure=decode_failure(row["failure"]))
+    def _select(self, clause: str, *values: object) -> list[JobRecord]:
+        """Return the records of the jobs that a clause selects."""
+        return [JobRecord.from_row(row) for row in self.database.query(f"{SELECT_JOBS} {clause}", *values)]

@@ -88,7 +88,8 @@ def test_device_error_is_reported_as_a_problem_document(
     assert document["detail"] == str(error)
     assert document["instance"] == f"urn:uuid:{response.headers['x-request-id']}"
     assert document.get("needed_bytes") == (123 if error_type is errors.OutOfMemory else None)
-    assert response.headers.get("retry-after") == (str(error.retry_after) if hasattr(error, "retry_after") else None)
+    retry_after = getattr(error, "retry_after", None)
+    assert response.headers.get("retry-after") == (None if retry_after is None else str(retry_after))
     assert service.leftovers() == []
 
 

@@ -37,7 +37,7 @@ def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
 def shorten_timeouts(service: Service) -> None:
     """Shorten the time that a service waits for a locked database and retries after storage errors."""
     service.async_jobs.runner.retry_seconds = 1
-    service.async_jobs._store._database.query("PRAGMA busy_timeout = 50")
+    service.async_jobs._store.database.query("PRAGMA busy_timeout = 50")
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def test_service_with_a_damaged_database_is_not_ready(service: Service, tmp_path
     with database.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (database.stat().st_size - 4096))
-    service.async_jobs._store._database._connection.execute("PRAGMA shrink_memory")
+    service.async_jobs._store.database._connection.execute("PRAGMA shrink_memory")
     answer = service.client.get("/jobs?limit=1000")
     assert (answer.status_code, answer.json()["type"]) == (503, "urn:stackseg:problem:storage-unavailable")
     assert str(tmp_path) not in answer.text

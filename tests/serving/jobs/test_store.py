@@ -405,14 +405,14 @@ def test_job_files_without_a_database_are_not_deleted(store: JobStore) -> None:
 
 
 def test_database_of_a_different_version_is_not_changed(store: JobStore) -> None:
-    store._database.execute("PRAGMA user_version = 7")
+    store.database.execute("PRAGMA user_version = 7")
     store.close()
     with pytest.raises(ConfigError, match="a different version"):
         open_store(store._folder)
 
 
 def test_full_database_raises_out_of_storage(store: JobStore) -> None:
-    store._database._connection.execute("PRAGMA max_page_count = 6")
+    store.database._connection.execute("PRAGMA max_page_count = 6")
     with pytest.raises(OutOfStorage):
         [accept(store, size=1) for _ in range(200)]
     assert len(list_files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"

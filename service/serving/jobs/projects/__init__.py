@@ -1,0 +1,1 @@
+"""Projects: results, annotated stacks and models of one experiment."""
