@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--ssl-{name}",
             type=Path,
             metavar="PEM",
-            help=f"{meaning} for HTTPS in PEM format (default: the server.ssl_ setting{name}, or plain HTTP if it is"
+            help=f"{meaning} for HTTPS in PEM format (default: the server.ssl_{name} setting, or plain HTTP if it is"
             " not set)",
         )
     parser.set_defaults(run=run)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.core.errors import AmbiguousAxes, BadFile, BadParameter
+from service.core.errors import AmbiguousAxes, BadFile, BadParameter, TooLarge
 from service.core.quantities import TimeRange
 from service.core.types import Array, Selection, StackShape
 
@@ -21,6 +21,8 @@ AXIS_LETTERS = "TZCYXS"
 _UNNAMED_AXES = "QI"  # tifffile's letters for dimensions without a name
 _MAX_SUGGESTED_CHANNELS = 6  # longest unnamed dimension that is suggested as the channel axis
 
+# Maximum number of channels of an image.
+MAX_CHANNELS = 2**16
 # Maximum numbers of scenes and channels that a message lists.
 _MAX_LISTED_SCENES = 20
 _MAX_LISTED_CHANNELS = 16
@@ -62,7 +64,12 @@ def get_part_shape(layout: Layout, part: StackPart) -> StackShape:
 
 
 def match_channels(texts: tuple[str, ...], channel_count: int) -> tuple[str, ...]:
-    """Return the names or colors of the channels without spaces around them, or "" if their number is wrong."""
+    """Return the names or colors of the channels without spaces around them, or "" if their number is wrong.
+
+    Raises TooLarge for more than `MAX_CHANNELS` channels.
+    """
+    if channel_count > MAX_CHANNELS:
+        raise TooLarge(f"The image has {channel_count} channels, but at most {MAX_CHANNELS} are supported.")
     return tuple(text.strip() for text in texts) if len(texts) == channel_count else ("",) * channel_count
 
 
@@ -263,7 +270,7 @@ def _select_channels(channel_names: Sequence[str], channel: int | str | None) ->
     index = matches[0] if matches else _parse_index(requested_name)
     if index is None or not 0 <= index < len(channel_names):
         raise BadParameter(
-            f"channel={channel!r} does not exist: the file has {_format_channels(channel_names)}.", parameter="channel"
+            f"channel={channel!r} does not exist: the file has {format_channels(channel_names)}.", parameter="channel"
         )
     return (index,)
 
@@ -283,7 +290,7 @@ def _parse_index(text: str) -> int | None:
         return None
 
 
-def _format_channels(channel_names: Sequence[str]) -> str:
+def format_channels(channel_names: Sequence[str]) -> str:
     """Return a string such as "2 channels: 0 (DAPI), 1"."""
     channel_list = _list_names(channel_names, _MAX_LISTED_CHANNELS)
     return f"{len(channel_names)} channel{'s' * (len(channel_names) > 1)}: {channel_list}"

@@ -9,13 +9,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from service.core.errors import BadParameter
+from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import TimeInterval, TimeRange, VoxelSize
 from service.core.types import Description, Selection, StackShape
 from service.formats import axes
 from service.formats.axes import Layout, StackPart
 from service.formats.placement import Placement, StoreBlock, get_native_dtype
 from service.formats.sampling import Calibration
+
+# Maximum number of planes of a volume. Each plane becomes a page of the result, whatever its size.
+MAX_PLANES = 2**16
+# Maximum number of planes of all time points of a series.
+MAX_SERIES_PLANES = 2**18
 
 
 class Image(Protocol):
@@ -79,6 +84,28 @@ class OpenStack(ABC):
         if self.part.time is not None or is_series:
             return None
         return BadParameter(axes.explain_time_choice(self.layout), parameter="time", suggested={"time": "all"})
+
+    def check_plane_count(self, selection: Selection) -> None:
+        """Raise TooLarge if the stack has more than `MAX_PLANES` planes, or a series more than `MAX_SERIES_PLANES`."""
+        planes = self.layout.get_length("Z")
+        if planes > MAX_PLANES:
+            message = f"The stack has {planes} planes, but at most {MAX_PLANES} are supported. Split the stack."
+            if "T" in self.layout.axes:
+                raise TooLarge(message)
+            series_axes = self.layout.axes.replace("Z", "T")
+            raise TooLarge(
+                f"{message} If the planes are time points, set axes={series_axes}.",
+                parameter="axes",
+                suggested={"axes": series_axes},
+            )
+        if isinstance(selection.time, TimeRange):
+            planes *= len(axes.select_times(self.layout, selection.time))
+        if planes > MAX_SERIES_PLANES:
+            raise TooLarge(
+                f"The time points have {planes} planes in total, but at most {MAX_SERIES_PLANES} are supported. Select"
+                " fewer time points, for example time=0:10.",
+                parameter="time",
+            )
 
     @cached_property
     def placement(self) -> Placement | None:

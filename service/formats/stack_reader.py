@@ -6,7 +6,6 @@ Files are validated before any pixels are decoded. Read untrusted files with `se
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -71,7 +70,7 @@ def open_blocks(path: Path, selection: Selection) -> Iterator[ZarrStack]:
     with ExitStack() as files:
         if not path.is_dir():
             raise BadParameter(f"{path} is not an OME-Zarr folder. Block-wise processing requires one.")
-        yield zarr_reader.open_stack(_open_folder(path, files), selection, sys.maxsize)
+        yield zarr_reader.open_stack(_open_folder(path, files), selection, None)
 
 
 def extract(
@@ -150,6 +149,7 @@ def _open(file: Source, selection: Selection, max_volume_bytes: int, *, keep_ope
             stack = _open_stream(source, selection, max_volume_bytes)
         if selection.scene is not None and not stack.scenes:
             select_scene(("",), selection.scene)
+        stack.check_plane_count(selection)
         yield stack
 
 

@@ -260,7 +260,9 @@ def test_nan_pixels_are_noted(eager):
 def test_the_error_for_a_wrong_number_of_channels_names_them(eager):
     volume = Volume.from_array(np.zeros((2, 4, 8, 8), np.uint16), channels=("DAPI", ""))
     for call in (partial(segment, eager), eager.estimator.estimate):
-        with pytest.raises(BadParameter, match=r"needs 1 channel, but the volume has 2: 0 \(DAPI\), 1. Use channel="):
+        with pytest.raises(
+            BadParameter, match=r"needs 1 channel, but the volume has 2 channels: 0 \(DAPI\), 1. Use channel="
+        ):
             call(volume, Options())
 
 

@@ -113,7 +113,11 @@ class ResultPreviewArguments(JobArguments):
     plane: PlaneNumber = None
     time: Annotated[
         int | None,
-        Field(ge=0, le=MAX_INDEX, description="Zero-based index of the time point in a result with several."),
+        Field(
+            ge=0,
+            le=MAX_INDEX,
+            description="Zero-based index of the time point in a result with several. Default: middle.",
+        ),
     ] = None
 
 

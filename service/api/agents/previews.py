@@ -12,8 +12,9 @@ import numpy as np
 
 from service.api.agents.arguments import ResultPreviewArguments, StackPreviewArguments
 from service.api.agents.calls import Client, ToolAnswer
+from service.api.requests.body import inspect_file, receive_file
 from service.api.requests.volumes import open_host_volume, open_label_volume, open_stack_volume
-from service.core.errors import RateLimited, RequestError
+from service.core.errors import BadParameter, RateLimited, RequestError
 from service.core.quantities import TimeRange
 from service.core.types import Array, Selection, Volume
 from service.formats.writers import draw_labels, draw_plane
@@ -50,26 +51,54 @@ class _PlaneView(NamedTuple):
 async def preview_stack(client: Client, arguments: StackPreviewArguments) -> ToolAnswer:
     """Draw a plane of a stack in gray."""
     async with AsyncExitStack() as exit_stack:
-        volume = await _open_image(client, exit_stack, arguments, arguments.selection)
+        selection, time_note = arguments.selection, ""
+        try:
+            volume = await _open_image(client, exit_stack, arguments, selection)
+        except BadParameter as error:
+            if error.parameter != "time" or isinstance(selection.time, int):
+                raise
+            selection, time_note = await _choose_time(client, arguments)
+            volume = await _open_image(client, exit_stack, arguments, selection)
         view = _choose_view(volume, arguments.plane)
         png = await _draw(client, [volume], view, draw_plane)
-    return ToolAnswer(f"{view.describe()} {_describe_grid(volume)}", image=png)
+    return ToolAnswer(f"{time_note}{view.describe()} {_describe_grid(volume)}", image=png)
 
 
 async def preview_result(client: Client, arguments: ResultPreviewArguments) -> ToolAnswer:
     """Draw a plane of the labels of a job: their outlines on the stack if it still exists, otherwise their areas."""
-    labels = await open_label_volume(client.make_request("", {}), client.runtime, arguments.job, arguments.time)
+    time, time_note = arguments.time, ""
+    if time is None:
+        file, metadata = await run_in_thread(partial(client.async_jobs.open_result, arguments.job, client.name))
+        file.close()
+        if metadata.time_points is not None and metadata.time_points[0] > 1:
+            time, time_note = _choose_middle(0, metadata.time_points[0])
+    labels = await open_label_volume(client.make_request("", {}), client.runtime, arguments.job, time)
     view = _choose_view(labels, arguments.plane)
     job = await run_in_thread(partial(client.async_jobs.view, arguments.job, client.name))
     async with AsyncExitStack() as exit_stack:
-        image = await _find_image(client, exit_stack, job, labels, arguments.time or 0)
+        image = await _find_image(client, exit_stack, job, labels, time or 0)
         if labels.dtype.kind == "f":
             drawing, png = "Probabilities of the first class.", await _draw(client, [labels], view, draw_plane)
         elif image is None:
             drawing, png = "Labels in color, without the stack.", await _draw(client, [labels], view, draw_labels)
         else:
             drawing, png = "Outlines of the labels.", await _draw(client, [image, labels], view, draw_plane)
-    return ToolAnswer(f"{view.describe()} {drawing} {_describe_grid(labels)}", image=png)
+    return ToolAnswer(f"{time_note}{view.describe()} {drawing} {_describe_grid(labels)}", image=png)
+
+
+async def _choose_time(client: Client, arguments: StackPreviewArguments) -> tuple[Selection, str]:
+    """Select the middle one of the selected time points of a file. Return the selection, and a sentence about it."""
+    request = client.make_request("/inspect", arguments.make_parameters())
+    async with receive_file(request, arguments) as file:
+        description = await inspect_file(client.runtime, file)
+    time, note = _choose_middle(*(description.time_points or (0, description.times)))
+    return replace(arguments.selection, time=time), note
+
+
+def _choose_middle(first: int, stop: int) -> tuple[int, str]:
+    """Return the middle time point, and a sentence about it."""
+    time = (first + stop) // 2
+    return time, f"Time point {time}, the middle one of {first} to {stop - 1}. Set `time` to see another one. "
 
 
 async def _find_image(

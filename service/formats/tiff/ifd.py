@@ -15,8 +15,13 @@ from typing import BinaryIO, NamedTuple
 from service.core.errors import BadFile, TooLarge, UnsupportedMedia
 from service.formats.tiff import unsupported_formats
 
-MAX_PAGES = 1_000_000
+MAX_PAGES = 2**18
 MAX_TAGS = 4096
+# Maximum number of different layouts of pages. Only pages of the same layout share parsed tags.
+MAX_LAYOUTS = 2**10
+# Maximum number of strips and tiles in all pages. Directories can share lists of strips, so that a small file declares
+# more strips than its size suggests.
+MAX_SEGMENTS = 2**24
 
 # Tags that define how a page is decoded: size, bits, compression, color, order, strips, tiles, sample format.
 _LAYOUT_TAGS = frozenset(
@@ -24,6 +29,8 @@ _LAYOUT_TAGS = frozenset(
 )
 _TYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
 _MAX_LAYOUT_VALUE_BYTES = 1024
+# Tags that list the offsets of strips and of tiles.
+_OFFSET_TAGS = frozenset((273, 324))
 # `struct` codes of the fields of `DirectoryFormat` by the version in the header: classic TIFF and BigTIFF.
 _DIRECTORY_FORMATS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
 
@@ -55,12 +62,14 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     """Follow the chain of page directories of a classic TIFF or BigTIFF in either byte order.
 
     Raises UnsupportedMedia if the file is not a TIFF, BadFile if the chain points outside the file or contains a loop,
-    and TooLarge if there are more than `max_pages` pages.
+    and TooLarge if there are more than `max_pages` pages, or too many layouts, strips or tiles.
     """
     size = stream.seek(0, os.SEEK_END)
     directory_format, offset = _read_header(stream)
     offsets: list[int] = []
     layouts: dict[int, bytes] = {}
+    distinct_layouts: set[bytes] = set()
+    segment_count = 0
     directories = _DirectoryReader(stream, directory_format, size)
     while offset:
         if offset in layouts:
@@ -69,7 +78,14 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
             )
         if len(offsets) == max_pages:
             raise TooLarge(f"The file has more than {max_pages} pages. Split it into smaller files.")
-        layouts[offset], next_offset = directories.read(offset, len(offsets))
+        pattern, next_offset = directories.read(offset, len(offsets))
+        layouts[offset] = pattern.layout
+        distinct_layouts.add(pattern.layout)
+        segment_count += pattern.segment_count
+        if len(distinct_layouts) > MAX_LAYOUTS:
+            raise TooLarge(f"The pages of the file have more than {MAX_LAYOUTS} different layouts. Export it again.")
+        if segment_count > MAX_SEGMENTS:
+            raise TooLarge(f"The file has more than {MAX_SEGMENTS} strips or tiles. Save it with larger ones.")
         offsets.append(offset)
         offset = next_offset
     if not offsets:
@@ -106,6 +122,7 @@ class _DirectoryPattern(NamedTuple):
     mask             little-endian number that selects the bits that define the layout and the lengths of values
     bits             the selected bits of the directory
     layout           layout key of the page in `Structure.layouts`
+    segment_count    number of strips and tiles
     external_values  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
     """
 
@@ -113,6 +130,7 @@ class _DirectoryPattern(NamedTuple):
     mask: int
     bits: int
     layout: bytes
+    segment_count: int
     external_values: tuple[tuple[int, int, int], ...]
 
     def matches(self, directory: bytes) -> bool:
@@ -131,8 +149,8 @@ class _DirectoryReader:
         self._stream, self._format, self._size = stream, directory_format, size
         self._last_pattern: _DirectoryPattern | None = None
 
-    def read(self, offset: int, page_index: int) -> tuple[bytes, int]:
-        """Return the layout key of one page and the offset of the next directory, or 0 after the last one."""
+    def read(self, offset: int, page_index: int) -> tuple[_DirectoryPattern, int]:
+        """Return the pattern of one page and the offset of the next directory, or 0 after the last one."""
         pattern = self._last_pattern
         directory = b"" if pattern is None else self._read_bytes(offset, pattern.length)
         if pattern is None or not pattern.matches(directory):
@@ -141,7 +159,7 @@ class _DirectoryReader:
         else:
             for tag, position, length in pattern.external_values:
                 self._check_value_inside_file(directory, position, length, tag, page_index)
-        return pattern.layout, self._format.offset.unpack_from(directory, len(directory) - self._format.offset.size)[0]
+        return pattern, self._format.offset.unpack_from(directory, len(directory) - self._format.offset.size)[0]
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
         """Read `length` bytes, or fewer at the end of the file."""
@@ -177,12 +195,14 @@ class _DirectoryReader:
             self._format.count.size,
         )
         layout, external_values, mask_bytes = [], [], bytearray(b"\xff" * entries_start)
+        segment_count = 0
         for start in range(entries_start, len(directory) - offset_bytes, entry.size):
             tag, type_code, value_count, value = entry.unpack_from(directory, start)
             value_position, value_bytes = start + entry.size - offset_bytes, value_count * _TYPE_SIZES.get(type_code, 0)
             if value_bytes > offset_bytes:
                 self._check_value_inside_file(directory, value_position, value_bytes, tag, page_index)
                 external_values.append((tag, value_position, value_bytes))
+            segment_count += value_count * (tag in _OFFSET_TAGS)
             defines_layout = tag in _LAYOUT_TAGS
             mask_bytes += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
             if defines_layout:
@@ -195,6 +215,7 @@ class _DirectoryReader:
             mask,
             int.from_bytes(directory, "little") & mask,
             b"".join(sorted(layout)),
+            segment_count,
             tuple(external_values),
         )
 

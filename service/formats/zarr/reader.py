@@ -23,8 +23,7 @@ from service.formats.zarr.image import ZarrImage, find_image
 from service.formats.zarr.store import Store
 
 # Maximum number of chunks in a selection. Each chunk is a file or a byte range of a file.
-_MAX_CHUNKS = 2**21
-_MAX_CHANNELS = 2**16
+MAX_CHUNKS = 2**19
 # Maximum decoded size of a row of chunks along X. The chunks of a row are joined, so that complete rows are written.
 _MAX_ROW_BYTES = 2**26
 # Limits for the chunks that are read from the store together: their total decoded size, and their number.
@@ -80,11 +79,11 @@ class ZarrStack(OpenStack):
             ) from None
         check_size(self.image.array.chunk_bytes, limit_bytes, "A chunk of the selected volume")
         chunk_count = math.prod(len(indices) for indices in self._selected_chunks)
-        if chunk_count > _MAX_CHUNKS:
+        if chunk_count > MAX_CHUNKS:
             chunk_size = "x".join(map(str, self.image.array.chunk_shape))
             raise TooLarge(
-                f"The selected volume has {chunk_count} chunks of {chunk_size} voxels, which is more than"
-                " StackSeg supports. Save the image with larger chunks."
+                f"The selected volume has {chunk_count} chunks of {chunk_size} voxels, but at most"
+                f" {MAX_CHUNKS} are supported. Save the image with larger chunks."
             )
 
     def decode(self, store_block: StoreBlock) -> None:
@@ -199,16 +198,17 @@ class ZarrStack(OpenStack):
         return axes.expand_to_cszyx(chunk, letters.replace(".", "").replace("T", ""))
 
 
-def open_stack(store: Store, selection: Selection, limit_bytes: int) -> ZarrStack:
-    """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge."""
+def open_stack(store: Store, selection: Selection, limit_bytes: int | None) -> ZarrStack:
+    """Find the image in a store and check the selected part. Raises BadFile, AmbiguousAxes, BadParameter, TooLarge.
+
+    `limit_bytes` is None if the part is read region by region, so that its size and its number of chunks do not matter.
+    """
     image = find_image(store, selection.scene)
     layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
-    channel_count = layout.get_length("C") * layout.get_length("S")
-    if channel_count > _MAX_CHANNELS:
-        raise TooLarge(f"The image has {channel_count} channels, but at most {_MAX_CHANNELS} are supported.")
-    channel_names = axes.match_channels(image.channel_names, channel_count)
+    channel_names = axes.match_channels(image.channel_names, layout.get_length("C") * layout.get_length("S"))
     stack = ZarrStack(image, layout, axes.select_part(layout, channel_names, selection), channel_names)
-    stack.check_selection_size(limit_bytes)
+    if limit_bytes is not None:
+        stack.check_selection_size(limit_bytes)
     return stack
 
 

@@ -10,6 +10,7 @@ from service.core.errors import BadParameter, TooLarge
 from service.core.quantities import Diameter, DiameterSetting, Size
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
+from service.formats.axes import format_channels
 from service.inference.decoding.postprocessing import check_postprocessing, compute_min_voxels
 from service.inference.preprocessing.resample import compute_working_size
 from service.inference.runner.memory_estimate import WindowMemory, estimate_activation_bytes, estimate_request
@@ -322,12 +323,9 @@ class Estimator:
         channel_names = volume.channels if isinstance(volume, Volume | Description) else ()
         if len(channel_names) != count:
             channel_names = ("",) * count
-        listed_channels = ", ".join(
-            f"{index}{f' ({name})' if name else ''}" for index, name in enumerate(channel_names)
-        )
         channels = f"{expected_count} channel" + ("s" if expected_count > 1 else "")
         raise BadParameter(
-            f"{self.spec.name} needs {channels}, but the volume has {count}: {listed_channels}. Use channel="
-            " with an index or a name.",
+            f"{self.spec.name} needs {channels}, but the volume has {format_channels(channel_names)}. Use"
+            " channel= with an index or a name.",
             parameter="channel",
         )

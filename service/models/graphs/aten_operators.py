@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from service.core.errors import BrokenModel
 from service.models.graphs.allowed_operators import ATEN_OPERATORS, TRUSTED_ONLY_OPERATORS
 from service.models.graphs.graph_module import multiply
 
-# Operators that untrusted graphs may call. The last three occur only in graphs exported by torch.export.
-ALLOWED_OPERATORS = ATEN_OPERATORS - TRUSTED_ONLY_OPERATORS | {"sym_size", "lift_fresh_copy", "detach_"}
+# Operators that untrusted graphs may call. The last five occur only in graphs exported by torch.export.
+ALLOWED_OPERATORS = ATEN_OPERATORS - TRUSTED_ONLY_OPERATORS | {
+    "sym_size",
+    "lift_fresh_copy",
+    "detach_",
+    "alias",
+    "index",
+}
 ALLOWED_RESULT_TYPES = frozenset(["Tensor", "List[Tensor]"])
 SIZE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     f"_operator.{name}": getattr(operator, name)
@@ -38,6 +45,9 @@ BLOCKS = frozenset(["torch.ops.higher_order.wrap_with_autocast", "torch.ops.high
 COPY = "torch.ops.aten._to_copy.default"
 CONVERSIONS = frozenset(f"torch.ops.aten.to.{name}" for name in ("dtype", "device", "dtype_layout")) | {COPY}
 TYPE_AS = "torch.ops.aten.type_as.default"
+ZEROS = "torch.ops.aten.zeros.default"
+# Maximum number of elements of a tensor that a graph creates from a shape.
+MAX_CREATED_ELEMENTS = 2**28
 
 
 def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,6 +58,16 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 def convert_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of `x` converted to `dtype`, for graphs that modify tensors."""
     return x.clone() if dtype.is_floating_point and x.is_floating_point() else x.to(dtype, copy=True)
+
+
+def make_zeros(image: Tensor, size: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Return zeros on the device of the image. Floating-point tensors have its precision, which the engine chooses.
+
+    Raises BrokenModel for more than `MAX_CREATED_ELEMENTS` elements.
+    """
+    if math.prod(size) > MAX_CREATED_ELEMENTS:
+        raise BrokenModel(f"the graph creates a tensor of shape {tuple(size)}, which is too large.")
+    return image.new_zeros(size, dtype=None if dtype is None or dtype.is_floating_point else dtype)
 
 
 def find_operator(target: str, arguments: Mapping[str, Any]) -> OpOverload[..., Any]:

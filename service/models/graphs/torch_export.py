@@ -28,9 +28,11 @@ from service.models.graphs.aten_operators import (
     COPY,
     SIZE_FUNCTIONS,
     TYPE_AS,
+    ZEROS,
     convert,
     convert_copy,
     find_operator,
+    make_zeros,
 )
 from service.models.graphs.batches import accept_any_batch
 from service.models.graphs.graph_module import Shapes, make_graph_module
@@ -142,7 +144,7 @@ class _GraphReader:
             if kind == "user_input":
                 image_count += 1
                 name = content["arg"]["as_tensor"]["name"]
-                self._values[name] = self._graph.placeholder(f"image_{image_count}")
+                self._image = self._values[name] = self._graph.placeholder(f"image_{image_count}")
                 self.batch_size = self._description["tensor_values"][name]["sizes"][0].get("as_int")
             elif kind in {"parameter", "buffer", "tensor_constant"}:
                 # `torch.export.save` stores non-persistent buffers as constants.
@@ -208,6 +210,8 @@ class _GraphReader:
             result = keywords["input"]
         elif target in CONVERSIONS or target == TYPE_AS:
             result = self._convert(call, keywords)
+        elif target == ZEROS:
+            result = self._graph.call_function(make_zeros, (self._image, keywords["size"], keywords.get("dtype")))
         elif target in SIZE_FUNCTIONS:
             if not all(isinstance(value, Node | int) for value in keywords.values()):
                 raise BrokenModel(f"{target} is called with arguments other than sizes.")

@@ -7,11 +7,13 @@ import base64
 import csv
 import io
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fakes import wait_until
 from imagecodecs import png_decode
 from live import LiveServer, as_tiff, eager_settings, serve
 from paths import ROOT
@@ -143,6 +145,64 @@ def test_uploaded_stacks_are_used_by_their_id(live: LiveServer) -> None:
     picture = call(live, "preview_stack", stack=stack)
     assert read_picture(picture).shape[:2] == (500, 15)
     assert picture.content[0].text.startswith("Plane 2 of planes 0 to 3 along Z, every 2 pixels")
+
+
+@pytest.fixture(scope="module")
+def series(live: LiveServer) -> str:
+    """The id of an uploaded time series. Each of its five time points has another bright voxel."""
+    pixels = np.random.default_rng(0).integers(0, 100, (5, 2, 48, 48), np.uint16)
+    for number, pixels_at_time in enumerate(pixels):
+        pixels_at_time[1, 8 * number : 8 * number + 8, :16] = 5000
+    content = as_tiff(pixels, metadata={"axes": "TZYX"})
+    headers = {"Authorization": f"Bearer {ADA}", "Content-Type": "image/tiff"}
+    return str(live.client.post("/stacks", content=content, headers=headers).json()["id"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown", "note"),
+    [
+        ({}, 2, "Time point 2, the middle one of 0 to 4."),
+        ({"time": "all"}, 2, "Time point 2, the middle one of 0 to 4."),
+        ({"time": "3:5"}, 4, "Time point 4, the middle one of 3 to 4."),
+        ({"time": 1}, 1, "Plane 1 of"),
+    ],
+)
+def test_preview_of_a_series_shows_its_middle_time_point(
+    live: LiveServer, series: str, arguments: dict[str, Any], shown: int, note: str
+) -> None:
+    result = call(live, "preview_stack", stack=series, **arguments)
+    assert result.content[0].text.startswith(note)
+    rows = np.flatnonzero(read_picture(result)[:, 0].max(axis=-1) > 128) // 10
+    assert (rows.min(), rows.max()) == (8 * shown, 8 * shown + 7)
+
+
+def test_preview_of_the_result_of_a_series_shows_its_middle_time_point(live: LiveServer, series: str) -> None:
+    report = call_for_data(live, "segment_stack", stack=series, time="1:4", diameter="none", wait_seconds=45)
+    assert report["state"] == "done", report
+    middle = call(live, "preview_result", job=report["id"])
+    assert middle.content[0].text.startswith("Time point 1, the middle one of 0 to 2.")
+    pictures = [read_picture(call(live, "preview_result", job=report["id"], time=number)) for number in range(3)]
+    assert [np.array_equal(read_picture(middle), picture) for picture in pictures] == [False, True, False]
+    error = call(live, "preview_result", job=report["id"], time=3)
+    assert error.structured_content["type"] == "urn:stackseg:problem:bad-parameter"
+
+
+def test_waiting_calls_end_when_the_service_stops(tmp_path: Path) -> None:
+    (tmp_path / "sample.tif").write_bytes(SAMPLE.read_bytes())
+    references = {"inputs": {"scans": {"folder": tmp_path}}}
+    settings = eager_settings(ROOT / "models", server={"mcp": True}, references=references)
+    arguments = {"input": "scans/sample.tif", "quality": "best", "wait_seconds": 45}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    message["params"] = {"name": "segment_stack", "arguments": arguments}
+    with ThreadPoolExecutor(1) as pool, serve(settings) as running:
+        # The original client would ask for the list of tools after the answer.
+        url = f"http://{running.host}:{running.port}/mcp"
+        headers = {"Accept": "application/json, text/event-stream"}
+        answer = pool.submit(httpx2.post, url, json=message, headers=headers, timeout=60)
+        wait_until(lambda: '"running"' in running.client.get("/jobs").text, 60)
+        running.runtime.drain()
+        report = answer.result(10).json()["result"]["structuredContent"]
+    assert report["state"] == "running"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from service.api.access.keys import hash_key
 from service.api.kserve import body
 from service.api.kserve.messages import PARAMETERS
 from service.api.kserve.tensors import DTYPES
+from service.formats.open_stack import MAX_PLANES
+from service.formats.tiff.writer import make_uncompressed_header
 
 KEY = "stackseg_ada"
 AUTHORIZATION = {"Authorization": f"Bearer {KEY}"}
@@ -331,3 +333,17 @@ def test_bodies_of_unknown_length_are_checked_as_they_arrive(
 def test_parameters_are_those_of_segment_that_apply_to_tensors() -> None:
     assert {"voxel_size", "diameter", "channel", "axes", "output", "threshold", "quality"} < set(PARAMETERS)
     assert not {"input", "output_to", "stack", "model"} & set(PARAMETERS)
+
+
+def test_many_tiny_planes_are_refused_by_every_route(live: LiveServer) -> None:
+    pixels = np.zeros((MAX_PLANES + 1, 1, 2), np.uint8)
+    content = make_uncompressed_header(pixels.shape, pixels.dtype, "ZYX") + pixels.tobytes()
+    check_refusal(send_binary(live, pixels), 413, f"{MAX_PLANES + 1} planes")
+    stack = live.post("/stacks", content).json()["id"]
+    responses = [live.post(path, content) for path in ("/segment", "/inspect", "/jobs")]
+    responses += [live.post(path, b"", stack=stack) for path in ("/segment", "/inspect", "/jobs")]
+    responses.append(live.client.get(f"/stacks/{stack}/planes?from=0&to=1"))
+    labels = {"file": ("a.tif", content), "labels": ("b.tif", content)}
+    responses.append(live.client.post("/annotations", files=labels))
+    for response in responses:
+        assert (response.status_code, f"{MAX_PLANES + 1} planes" in response.text) == (413, True), response.text

@@ -202,3 +202,24 @@ def test_settings_have_the_titles_of_the_page() -> None:
     for name, title in titles:
         if name not in ("quality", "link", "time"):
             assert f'{name}: "{title}"' in page
+
+
+# Methods and classes that Java has only since version 9, of the classes that the script might use: a comparison of the
+# class files of JDK 17 with those in its `ct.sym` for release 8. Many installations of Fiji still run Java 8.
+NAMES_SINCE_JAVA_9 = """
+checkIndex descendants dropWhile errorReader formatted ifPresentOrElse indent inputReader isBlank lines
+mismatch nullInputStream nullOutputStream nullReader ofEntries onExit outputWriter pid readAllBytes
+readNBytes readString repeat requireNonNullElse requireNonNullElseGet skipNBytes strip stripIndent stripLeading
+stripTrailing takeWhile toHandle transferTo translateEscapes writeString
+"""
+CLASSES_SINCE_JAVA_9 = r"\b(?:java\.net\.http|HttpClient|ProcessHandle|StackWalker|Cleaner|HexFormat)\b"
+FACTORIES_SINCE_JAVA_9 = r"\b(?:List|Set|Map|Path)\.(?:of|copyOf|entry)\("
+# Overloads of methods that Java 8 has, too: buffers that return their own type, and encoders that accept a Charset.
+OVERLOADS_SINCE_JAVA_9 = r"URL(?:En|De)coder\.\w+\([^)]*(?:Charset|UTF_8)|\.toString\(\s*(?:Standard)?Charset"
+
+
+def test_script_calls_no_methods_that_java_8_lacks() -> None:
+    text = SCRIPT.read_text(encoding="utf-8")
+    assert not set(re.findall(r"[.&](\w+)\s*[({]", text)) & set(NAMES_SINCE_JAVA_9.split())
+    for pattern in (CLASSES_SINCE_JAVA_9, FACTORIES_SINCE_JAVA_9, OVERLOADS_SINCE_JAVA_9):
+        assert re.search(pattern, text) is None, pattern

@@ -132,7 +132,7 @@ def test_only_chunks_of_the_selection_are_read(time_series: np.ndarray, reader: 
 
 def test_cancellation_stops_reading_between_chunks(reader: Reader, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", np.ones((4, 16, 16), np.uint8), version="0.4", chunks=(1, 1, 1))
-    edit_json(store, "0/.zarray", shape=[64, 128, 128])
+    edit_json(store, "0/.zarray", shape=[32, 128, 128])
     reader.wait_until_ready()
     start, cancelled = time.monotonic(), threading.Event()
     with ThreadPoolExecutor(1) as pool:

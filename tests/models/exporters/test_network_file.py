@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from service.core.errors import UnsupportedPackage
+from service.models.architectures.build import build_network
 from service.models.exporters import network_file
 from service.models.exporters.network_file import Graph, GraphKind, write_network
+from service.models.spec import Architecture
 
 KINDS: tuple[GraphKind, ...] = ("onnx", "pt2")
 KEYS: dict[str, Any] = {"name": "some"}
@@ -101,3 +103,34 @@ def test_torch_reads_the_exported_program(tmp_path: Path) -> None:
     image = torch.rand(3, 1, 10, 12, 14)
     assert torch.equal(program.module()(image), network(image))
     assert json.loads(extra_files["stackseg.json"]) == KEYS
+
+
+class MaskedWindows(nn.Module):
+    """A network that numbers regions in a tensor of zeros, and looks up a gain for each, like SwinUNETR."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gains = nn.Parameter(torch.rand(3, 2), requires_grad=False)
+        self.register_buffer("index", torch.tensor([2, 0, 1, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        regions = torch.zeros((1, 1, *x.shape[2:]), device=x.device)
+        for number, part in enumerate((slice(0, -4), slice(-4, -2), slice(-2, None))):
+            regions[:, :, part] = number
+        return x * regions + self.gains[self.index].sum()
+
+
+def test_tensors_created_from_shapes_are_supported(tmp_path: Path) -> None:
+    result = write_network(make_graph(MaskedWindows()), tmp_path / "x.pt2", "pt2")
+    assert result.flexibility.has_any_batch
+    assert result.difference < 1e-6
+
+
+@pytest.mark.thorough
+def test_swin_unetr_is_written_as_pt2(tmp_path: Path) -> None:
+    arguments = {"feature_size": 12, "depths": [2, 1, 1, 1], "num_heads": [1, 2, 3, 4], "window_size": 4}
+    network = build_network(Architecture(name="SwinUNETR", arguments={"in_channels": 1, "out_channels": 2} | arguments))
+    graph = Graph(network.eval(), torch.rand(1, 1, 64, 64, 64), None, KEYS)
+    result = write_network(graph, tmp_path / "x.pt2", "pt2")
+    assert result.flexibility.has_any_batch
+    assert result.difference < 1e-4

@@ -126,6 +126,27 @@ def test_only_allowed_operators_can_be_called(unet: Path, target: str) -> None:
         load_torch_export(changed_path, SHAPE[1:])
 
 
+class ZerosNetwork(nn.Module):
+    """A network that creates a tensor from a shape."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.zeros((1, 1, 32, 32, 32), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("length", "reason"), [(2**28, "too large"), (2**62, "too large"), (-1, "negative")])
+def test_size_of_created_tensors_is_limited(tmp_path: Path, length: int, reason: str) -> None:
+    path = export(ZerosNetwork(), tmp_path / "zeros.pt2")
+    with torch.inference_mode():
+        assert load_torch_export(path, SHAPE[1:])(torch.ones(SHAPE)).dtype == torch.float32
+
+    def enlarge(program: dict[str, Any]) -> None:
+        (call,) = (node for node in program["graph_module"]["graph"]["nodes"] if "zeros" in node["target"])
+        call["inputs"][0]["arg"] = {"as_ints": [length, 2, 1, 1, 1]}
+
+    with pytest.raises(BrokenModel, match=reason):
+        load_torch_export(rewrite_graph(path, enlarge), SHAPE[1:])
+
+
 def test_expressions_in_the_file_are_not_evaluated(unet: Path, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     text = f"__import__('pathlib').Path({str(witness)!r}).touch()"
