@@ -35,6 +35,9 @@ public:
   BlockWatershed(const Index &volume, const Persistence &persistence, int threads)
       : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY}} {}
 
+  // Sets the number of threads, which may be smaller than the one in the constructor.
+  void set_threads(int threads) { threads_ = threads; }
+
   // Adds the pieces of the voxels in `box`, and the passes between them.
   //
   // write_row  function that writes the keys and score codes of voxels: (first voxel, count, keys, codes)
@@ -293,7 +296,7 @@ private:
 
   const Index volume_;
   const Persistence persistence_;
-  const int threads_;
+  int threads_;
   Box box_;
   int64_t rows_ = 0, width_ = 0, plane_ = 0, planes_ = 0;
   Buffer<int32_t> keys_, pieces_, positions_, maxima_;
