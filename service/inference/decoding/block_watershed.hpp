@@ -3,7 +3,7 @@
 // Paths of steepest ascent depend only on heights and on positions in the whole volume, so they do not depend on how the
 // volume is divided. A path that leaves the block ends at the first voxel outside it. If the piece of this voxel is known, the
 // path continues there. Otherwise, the voxel gets a piece, which has to be linked to the piece that the voxel gets in its own
-// block. `VolumeWatershed` and `service/inference/blockwise/join.py` do this.
+// block. `VolumeWatershed` and `service/inference/blockwise/objects/` do this.
 
 #pragma once
 

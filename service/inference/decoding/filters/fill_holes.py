@@ -82,7 +82,7 @@ def find_background(labels: Labels) -> Background:
 
 def _find_background_runs(labels: Labels) -> tuple[Indices, Indices]:
     """Return the flat indices of the first voxel of each run of zeros, and of the voxel after its last one."""
-    starts, ends = [], []
+    starts, ends = list[Indices](), list[Indices]()
     height, width = labels.shape[1:]
     is_background = np.zeros((height, width + 2), np.int8)
     for z, plane in enumerate(labels):
