@@ -32,8 +32,8 @@ MAX_GROUP_WINDOWS = 64
 MIN_GROUPS_PER_WORKER = 6
 # Maximum number of voxels of a tile including its margin. Decoding takes about 30 bytes per voxel.
 MAX_TILE_VOXELS = 2**24
-# Number of tiles in a region.
-TILES_PER_REGION = 32
+# Number of tiles in a region. All pieces of a region are in memory at the same time.
+TILES_PER_REGION = 16
 # Tiles are made smaller if more than this number of stack voxels is resampled to one tile voxel.
 MAX_SOURCE_VOXELS_PER_VOXEL = 4
 
