@@ -10,7 +10,7 @@ that such blocks took on one core in the recorded run: to read and score its win
 to write its labels. A GPU computes windows --faster times as fast as that core; the other work remains on one core per
 worker. Reading and writing are added: the shared storage provides --storage GB/s in total, and up to --client GB/s to
 each worker. Before the blocks, all workers count gray values, and one process merges the counts. After the blocks, all
-workers find the paths that continue in other tiles, and one process joins the pieces.
+workers join the pieces of regions of tiles, and one process joins the regions.
 
 Prints a row for each number of workers: hours, speed-up, the share of the time in which windows are computed, and the
 bottleneck.
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     labels: float
     count: float
     merge: float
-    link: float
+    region: float
     join: float
 
 
@@ -57,7 +57,8 @@ def measure(recorded_run: dict[str, Any], large_run: dict[str, Any]) -> tuple[Ra
     """
     records, voxels = recorded_run["records"], math.prod(recorded_run["shape"])
     single_process = {
-        step: large_run["records"][step][0]["cpu"] / math.prod(large_run["shape"]) for step in ("survey", "join")
+        step: sum(record["cpu"] for record in large_run["records"][step]) / math.prod(large_run["shape"])
+        for step in ("survey", "join", "objects")
     }
     cpu = {step: sum(record["cpu"] for record in records[step]) for step in records}
     scores = records["scores"]
@@ -71,8 +72,8 @@ def measure(recorded_run: dict[str, Any], large_run: dict[str, Any]) -> tuple[Ra
         cpu["labels"] / voxels,
         cpu["count"] / voxels,
         single_process["survey"],
-        cpu["link"] / voxels,
-        single_process["join"],
+        cpu["region"] / voxels,
+        single_process["join"] + single_process["objects"],
     )
     # A tile also reads one layer of windows on each axis that it shares with the previous tile.
     reread = math.prod((n + 1) / n for n in recorded_run["windows"])
@@ -100,14 +101,16 @@ def simulate(recorded_run: dict[str, Any], workers: int, options: argparse.Names
         "count": options.voxels * (rates.count + 2 / bandwidth) / workers,
         "merge": options.voxels * rates.merge,
         "blocks": max(free_at),
-        "link": options.voxels * rates.link / workers,
+        "region": options.voxels * rates.region / workers,
         "join": options.voxels * rates.join,
         "labels": options.voxels * (rates.labels / workers + (moved.pieces / 2 + moved.labels) / bandwidth / workers),
     }
     total = sum(steps.values())
     parts = {
         "windows": tiles * network_seconds / workers,
-        "cores next to the network": (tiles * core_seconds + options.voxels * (rates.count + rates.link + rates.labels))
+        "cores next to the network": (
+            tiles * core_seconds + options.voxels * (rates.count + rates.region + rates.labels)
+        )
         / workers,
         "storage": (tiles * storage_seconds + options.voxels * (2 + moved.pieces / 2 + moved.labels) / bandwidth)
         / workers,

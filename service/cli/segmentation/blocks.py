@@ -43,8 +43,10 @@ _STEP_NAMES = {
     "count": "reading the image",
     "survey": "surveying",
     "tile": "blocks",
-    "link": "linking",
+    "region": "linking",
     "join": "joining",
+    "holes": "filling holes",
+    "objects": "numbering",
     "labels": "writing",
 }
 
@@ -88,7 +90,7 @@ def run(options: argparse.Namespace, query: Query, spec: ModelSpec, settings: Se
             objects = calibrate_objects(read_objects(folder), finished_run.spec)
             write_csv(output.collect_table(finished_run, objects), options.measurements)
         result = read_result()
-        object_count = f"{folder.read_record('join')['objects']} objects, " if plan.output == "labels" else ""
+        object_count = f"{folder.read_record('objects')['objects']} objects, " if plan.output == "labels" else ""
         shutil.rmtree(folder.path)
     return print_result(f"{options.result}: {object_count}{spec.identifier} ({time.monotonic() - start:.2f} s)", result)
 
@@ -176,7 +178,7 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
     """Return the metadata of the result without its pixels."""
     survey = folder.survey
     confidence, quality_warning = None, None
-    if folder.find_finished_blocks("join"):
+    if folder.find_finished_blocks("objects"):
         confidence, quality_warning = assess_confidence(open_run(str(folder.path)), survey.diameter_estimate)
     no_pixels = np.zeros((0, 0, 0), np.uint8)
     return Result(

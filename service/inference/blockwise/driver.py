@@ -17,6 +17,7 @@ from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
 from service.inference.blockwise import counting, output
 from service.inference.blockwise.layout import Layout, choose_group_shape
+from service.inference.blockwise.objects.labels import fills_holes
 from service.inference.blockwise.run_folder import BlockTask, RunFolder, RunPlan, Step, open_run, remove_window_limit
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.decoding.watershed_kernel import watershed_kernel
@@ -51,8 +52,11 @@ class Driver:
         self._layout = self._run.plan.layout
         self._score_and_decode()
         if self._run.plan.output == "labels":
-            self._run_step("link", range(self._layout.total_groups))
+            self._run_step("region", range(self._layout.num_regions))
             self._run_step("join", [0])
+            if fills_holes(self._run):
+                self._run_step("holes", range(self._layout.total_groups))
+            self._run_step("objects", [0])
         if not self._has_partial_result(out):
             self._folder.discard_records("labels")
             output.create_store(self._run, out, describe())
@@ -271,15 +275,7 @@ def _check_decoding(decoding: object, output: str) -> None:
             parameter="output",
             suggested={"output": "classes"},
         )
-    if output != "labels" or not isinstance(decoding, Instances):
-        return
-    if decoding.holes == "fill":
-        raise BadParameter(
-            "fill_holes: block-wise segmentation does not fill holes. Set fill_holes=false.",
-            parameter="fill_holes",
-            suggested={"fill_holes": "false"},
-        )
-    if not watershed_kernel.is_available:
+    if output == "labels" and isinstance(decoding, Instances) and not watershed_kernel.is_available:
         raise BadParameter(f"Block-wise segmentation with output=labels is not available: {watershed_kernel.problem}.")
 
 

@@ -32,6 +32,8 @@ MAX_GROUP_WINDOWS = 64
 MIN_GROUPS_PER_WORKER = 6
 # Maximum number of voxels of a tile including its margin. Decoding takes about 30 bytes per voxel.
 MAX_TILE_VOXELS = 2**24
+# Number of tiles in a region. All pieces of a region are in memory at the same time.
+TILES_PER_REGION = 16
 # Tiles are made smaller if more than this number of stack voxels is resampled to one tile voxel.
 MAX_SOURCE_VOXELS_PER_VOXEL = 4
 
@@ -76,6 +78,15 @@ class Layout:
     def get_number(self, position: Sequence[int]) -> int:
         """Return the number of the group at a position. This is the inverse of `get_position`."""
         return (position[0] * self.num_groups[1] + position[1]) * self.num_groups[2] + position[2]
+
+    @property
+    def num_regions(self) -> int:
+        """Number of regions of consecutive tiles, each of which is joined by one worker."""
+        return -(-self.total_groups // TILES_PER_REGION)
+
+    def list_tiles(self, region: int) -> range:
+        """Return the tiles of a region."""
+        return range(self.total_groups)[region * TILES_PER_REGION : (region + 1) * TILES_PER_REGION]
 
     def get_group(self, number: int) -> Box:
         """Return the windows of a group as ranges of window numbers along each axis."""

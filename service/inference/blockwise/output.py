@@ -16,8 +16,8 @@ from service.core.quantities import Size
 from service.core.types import Array, Objects, Segmentation, choose_label_dtype
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
-from service.inference.blockwise.join import label_tile
 from service.inference.blockwise.layout import Blocks, Box, get_first_voxel, get_lengths, to_ranges, to_slices
+from service.inference.blockwise.objects.labels import label_tile
 from service.inference.blockwise.tiles import make_decoding_spec, read_pixels
 from service.inference.measurements import ObjectStatistics, measure_box, tabulate
 from service.inference.preprocessing.resample import find_nearest_voxels
@@ -34,7 +34,7 @@ def create_store(run: OpenRun, out: Path, provenance: Mapping[str, str]) -> None
     plan, spec = run.plan, make_decoding_spec(run)
     num_objects, class_names = None, spec.class_names
     if plan.output == "labels":
-        num_objects, class_names = run.folder.read_record("join")["objects"], ()
+        num_objects, class_names = run.folder.read_record("objects")["objects"], ()
         dtype = choose_label_dtype(num_objects)
     else:
         dtype = np.dtype(np.uint8 if len(class_names) <= 256 else np.uint16)
@@ -109,14 +109,16 @@ def _list_blocks_by_level(size: Size, levels: Sequence[Mapping[str, Any]]) -> li
 
 def _collect_block(run: OpenRun, box: Box) -> Array:
     """Return a block of the result. Each voxel gets the value of the nearest voxel in the tiles."""
-    layout, read_tile = run.plan.layout, label_tile if run.plan.output == "labels" else read_pixels
-    pixels: Array = np.zeros(get_lengths(box), np.uint32 if run.plan.output == "labels" else np.uint16)
+    layout, has_objects = run.plan.layout, run.plan.output == "labels"
+    read_tile = label_tile if has_objects else read_pixels
+    pixels: Array = np.zeros(get_lengths(box), np.uint32 if has_objects else np.uint16)
     nearest_axes = _find_nearest_voxels(run, box)
     for number in layout.find_tiles(_get_bounding_box(nearest_axes)):
         tile = layout.get_tile(number)
         spans = [np.searchsorted(axis, span) for axis, span in zip(nearest_axes, tile, strict=True)]
-        # If the stack was upsampled, a tile may contain no voxel of the stack.
-        if run.folder.read_record("tile", number)["empty"] or any(first == end for first, end in spans):
+        # Holes may extend into empty tiles. If the stack was upsampled, a tile may contain no voxel of the stack.
+        is_empty = not has_objects and run.folder.read_record("tile", number)["empty"]
+        if is_empty or any(first == end for first, end in spans):
             continue
         positions = [
             axis[slice(*span)] - first

@@ -35,7 +35,7 @@ from service.inference.types import DiameterEstimate, SkippedWindows
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec
 
-Step = Literal["count", "survey", "scores", "tile", "link", "join", "labels"]
+Step = Literal["count", "survey", "scores", "tile", "region", "join", "holes", "objects", "labels"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Survey:
     diameter_estimate: DiameterEstimate | None
 
 
-_FOLDERS = ("records", "survey", "scores", "tiles", "links", "measured")
+_FOLDERS = ("records", "survey", "scores", "tiles", "regions", "holes", "measured")
 _PLAN_ADAPTER, _SETTINGS_ADAPTER, _SURVEY_ADAPTER = TypeAdapter(RunPlan), TypeAdapter(Settings), TypeAdapter(Survey)
 
 

@@ -108,6 +108,14 @@ def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arr
     return np.concatenate(slabs)
 
 
+def read_region_pieces(run: OpenRun, region: int, tiles: NDArray[np.int64], pieces: NDArray[np.int64]) -> Array:
+    """Return the joined pieces of a region that contain `pieces` of its `tiles`, which have the same shape."""
+    offsets = np.array(run.folder.read_record("region", region)["offsets"])
+    numbers = run.folder.read_array(f"regions/{region}.npy")
+    result: Array = numbers[offsets[tiles - run.plan.layout.list_tiles(region).start] + pieces - 1]
+    return result
+
+
 def blend_tile(run: OpenRun, tile: int, scores: GroupScores, blending: Blending, device: torch.device) -> Tensor:
     """Return the blended scores of a tile with its margin, [K, z, y, x], bitwise equal to those of the whole volume."""
     layout = run.plan.layout
@@ -186,15 +194,20 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
 
 def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, stack_size: Size) -> NDArray[np.int64]:
     """Return the number of stack voxels in each piece. A stack voxel belongs to the piece of the nearest tile voxel."""
-    z, y, x = (
-        np.bincount(nearest, minlength=length)[slice(*span)]
-        for nearest, length, span in zip(find_nearest_voxels(size, stack_size), size, tile, strict=True)
-    )
+    z, y, x = count_nearest_voxels(tile, size, stack_size)
     plane_weights, voxel_counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
     for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):
         # These sums are small integers, so they are exact.
         voxel_counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
     return voxel_counts[1:]
+
+
+def count_nearest_voxels(tile: Box, size: Size, stack_size: Size) -> list[NDArray[np.int64]]:
+    """Return for each axis and each position in a tile the number of positions in the stack to which it is nearest."""
+    return [
+        np.bincount(nearest, minlength=length)[slice(*span)]
+        for nearest, length, span in zip(find_nearest_voxels(size, stack_size), size, tile, strict=True)
+    ]
 
 
 def _find_face_pieces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:

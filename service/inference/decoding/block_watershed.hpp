@@ -3,7 +3,7 @@
 // Paths of steepest ascent depend only on heights and on positions in the whole volume, so they do not depend on how the
 // volume is divided. A path that leaves the block ends at the first voxel outside it. If the piece of this voxel is known, the
 // path continues there. Otherwise, the voxel gets a piece, which has to be linked to the piece that the voxel gets in its own
-// block. `VolumeWatershed` and `service/inference/blockwise/join.py` do this.
+// block. `VolumeWatershed` and `service/inference/blockwise/objects/` do this.
 
 #pragma once
 
@@ -34,6 +34,9 @@ class BlockWatershed {
 public:
   BlockWatershed(const Index &volume, const Persistence &persistence, int threads)
       : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY}} {}
+
+  // Sets the number of threads, which may be smaller than the one in the constructor.
+  void set_threads(int threads) { threads_ = threads; }
 
   // Adds the pieces of the voxels in `box`, and the passes between them.
   //
@@ -293,7 +296,7 @@ private:
 
   const Index volume_;
   const Persistence persistence_;
-  const int threads_;
+  int threads_;
   Box box_;
   int64_t rows_ = 0, width_ = 0, plane_ = 0, planes_ = 0;
   Buffer<int32_t> keys_, pieces_, positions_, maxima_;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -30,6 +31,9 @@ public:
 
   // Adds the next slab. Its last plane is processed once the plane after it arrives.
   void add(const Values &heights, const Values &foreground, int64_t planes) {
+    const bool is_last = arrived_ + planes == size_[axis_];
+    // While a caller waits for slabs, other threads need the cores to compute them. Do not compete with these threads.
+    blocks_.set_threads(is_last || Clock::now() - idle_since_ < MAX_DELAY ? threads_ : 1);
     Index first{};
     first[axis_] = arrived_;
     const Scores scores(heights, foreground, first, threshold_);
@@ -39,7 +43,7 @@ public:
       std::copy_n(last_keys_.get() + last_row(voxel), count, keys);
       std::copy_n(last_codes_.get() + last_row(voxel), count, codes);
     };
-    const int64_t end = arrived_ + planes == size_[axis_] ? size_[axis_] : arrived_ + planes - 1;
+    const int64_t end = is_last ? size_[axis_] : arrived_ + planes - 1;
     for (int64_t plane = std::max(arrived_ - 1, int64_t(0)); plane < end; plane += block_planes_) {
       Box box{{}, size_};
       box.first[axis_] = plane, box.end[axis_] = std::min(plane + block_planes_, end);
@@ -55,6 +59,7 @@ public:
         scores.write_row(voxel, size_[2], last_keys_.get() + last_row(voxel), last_codes_.get() + last_row(voxel));
       }
     arrived_ += planes;
+    idle_since_ = Clock::now();
   }
 
   // Joins pieces to basins and basins to objects, and filters the objects; returns the number of remaining objects.
@@ -204,6 +209,11 @@ private:
     }
   }
 
+  using Clock = std::chrono::steady_clock;
+
+  // If a slab arrives within this time after the previous slab has been processed, slabs arrive faster than they are processed.
+  static constexpr std::chrono::milliseconds MAX_DELAY{1};
+
   const Index size_;
   const int axis_;
   const int64_t block_planes_;
@@ -212,6 +222,8 @@ private:
   const Persistence persistence_;
   // Number of planes that have arrived along `axis_`, and keys and codes of the last two of them, by the parity of the plane.
   int64_t arrived_ = 0;
+  // Time at which the last slab had been processed.
+  Clock::time_point idle_since_ = Clock::now();
   const int64_t row_voxels_;
   Buffer<int32_t> last_keys_;
   Buffer<uint8_t> last_codes_;

@@ -19,7 +19,7 @@ from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
-from service.inference.blockwise import join
+from service.inference.blockwise.objects import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.measurements import measure_objects
@@ -91,20 +91,25 @@ def compare(tmp_path: Path, pixels: np.ndarray, spec, options=DEFAULT_OPTIONS, w
     return folder, labels
 
 
-FAST_CASES = {"odd groups", "empty windows", "coarser"}
+FAST_CASES = {("odd groups", "keep"), ("single windows", "fill"), ("empty windows", "fill"), ("coarser", "fill")}
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in FAST_CASES else pytest.param(case, marks=pytest.mark.thorough) for case in CASES]
+    ("case", "holes"),
+    [
+        (case, holes) if (case, holes) in FAST_CASES else pytest.param(case, holes, marks=pytest.mark.thorough)
+        for case in CASES
+        for holes in ("keep", "fill")
+    ],
 )
 def test_labels_equal_those_of_the_whole_volume(
-    case, tmp_path, write_model, random_nuclei_content, monkeypatch
+    case, holes, tmp_path, write_model, random_nuclei_content, monkeypatch
 ) -> None:
     """The pieces and passes are merged in small portions."""
     monkeypatch.setattr(join, "PIECES_PER_STEP", 100)
     monkeypatch.setattr(join, "PASSES_PER_STEP", 50)
     windows, decoding, options = CASES[case]
-    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), **decoding))
+    spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), holes=holes, **decoding))
     pixels, has_empty = make_hills(SHAPE, 3), "empty windows" in case
     if has_empty:
         pixels[:, 20:] = 100
@@ -121,7 +126,7 @@ def test_volume_without_objects_has_no_labels(tmp_path: Path, write_model, rando
     )
     folder, labels = compare(tmp_path, make_hills((20, 20, 30), 3), spec, options, (1, 1, 2))
     assert not labels.any()
-    assert folder.read_record("join")["objects"] == 0
+    assert folder.read_record("objects")["objects"] == 0
 
 
 def test_star_convex_polyhedra_are_refused(tmp_path: Path, write_model, random_nuclei_content) -> None:
