@@ -13,6 +13,7 @@ import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
+import { openGallery } from "./gallery/gallery.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
@@ -295,6 +296,7 @@ async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
+  byId("models").addEventListener("click", () => openGallery(service.models, byId("work").hidden ? null : session));
   watchConnection(() => loadCapabilities().catch(() => undefined));
   const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
   /** @type {{name: string}[]} */

@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 from service.core.types import Objects
 from service.inference.diameter.advice import (
     CLEAR_CONFIDENCE,
+    MIN_CONFIDENCE_ON_SHEETS,
+    MIN_OBJECTS,
     Evidence,
     drop_missing_models,
     make_low_confidence_warning,
     make_no_objects_warning,
+    make_sheets_warning,
 )
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration, ModelSpec
@@ -70,6 +73,11 @@ class Features(NamedTuple):
 def compute_typical_diameter(objects: Objects) -> float:
     """Return the diameter in voxels of a sphere with the volume of the object that contains the median voxel."""
     return float(np.cbrt(6 / np.pi * objects.median_size))
+
+
+def compute_median_diameter(objects: Objects) -> float:
+    """Return the median diameter in voxels of spheres with the volumes of one or more objects."""
+    return float(np.cbrt(6 / np.pi * np.median(objects.voxel_counts)))
 
 
 def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
@@ -164,7 +172,8 @@ def assess_objects(
     """Return the confidence in the objects of a result from `calibrate_objects`, and a warning if it is low.
 
     `objects` is None for outputs other than labels, because only labels have a confidence. `find_evidence` is slow, so
-    it is called only if the confidence is low or no object was found.
+    it is called only if the confidence is low, if it may be too high because the stack shows membranes, or if no object
+    was found.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
@@ -175,10 +184,17 @@ def assess_objects(
         confidence, threshold = predict_confidence(objects, expected_diameter, calibration), calibration.threshold
     else:
         confidence, threshold = estimate_f1(objects.match_probability), calibration.objects.threshold
-    if confidence is not None and confidence >= threshold:
+    if confidence is not None and confidence >= max(threshold, MIN_CONFIDENCE_ON_SHEETS):
         return ConfidenceAssessment(confidence, None)
-    calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
+    calibration = drop_missing_models(calibration, spec.folder.parent)
+    if confidence is not None and confidence >= threshold:
+        warning = None if calibration.sheets is None else make_sheets_warning(confidence, find_evidence(), calibration)
+        return ConfidenceAssessment(confidence, warning)
+    evidence = find_evidence()
     if confidence is None:
         return ConfidenceAssessment(None, make_no_objects_warning(evidence, calibration))
-    evidence = evidence._replace(num_clear_objects=count_clear_objects(objects, expected_diameter, calibration))
+    evidence = evidence._replace(
+        num_clear_objects=count_clear_objects(objects, expected_diameter, calibration),
+        found_diameter=compute_median_diameter(objects) / expected_diameter if len(objects) >= MIN_OBJECTS else None,
+    )
     return ConfidenceAssessment(confidence, make_low_confidence_warning(confidence, evidence, calibration))
