@@ -21,9 +21,6 @@ MIN_DIAMETER_RATIO = 1.4
 # high on membranes, for which they were not calibrated.
 MIN_CONFIDENCE_ON_SHEETS = 0.8
 
-# Minimum number of objects whose median diameter is suggested.
-MIN_OBJECTS = 10
-
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
@@ -47,8 +44,7 @@ class Evidence(NamedTuple):
     is_diameter_given   whether the request specifies the diameter
     has_postprocessing  whether the request sets post-processing options, such as a minimum size
     num_clear_objects   number of clear objects if most of the other objects look like noise, else 0
-    found_diameter      median diameter of the objects that were found, relative to the used diameter; None if too few
-                        objects were found
+    found_diameter      diameter of most objects that were found, if it is much smaller than the used one; else None
     """
 
     windows: Sequence[Tensor]
@@ -57,7 +53,7 @@ class Evidence(NamedTuple):
     is_diameter_given: bool = False
     has_postprocessing: bool = False
     num_clear_objects: int = 0
-    found_diameter: float | None = None
+    found_diameter: Diameter | None = None
 
     @property
     def is_blank(self) -> bool:
@@ -161,16 +157,8 @@ def _suggest_diameter(evidence: Evidence) -> _Advice | None:
 
 
 def _suggest_found_diameter(evidence: Evidence) -> _Advice | None:
-    """Suggest the diameter of most objects that were found if it is much smaller than the diameter that was used.
-
-    In a few windows of a stack with sparse objects, large bright structures can hide that most objects are small.
-    """
-    if evidence.found_diameter is None or evidence.used_diameter is None:
+    if (diameter := evidence.found_diameter) is None:
         return None
-    if evidence.found_diameter * MIN_DIAMETER_RATIO > 1:
-        return None
-    z, y, x = (length * evidence.found_diameter for length in evidence.used_diameter)
-    diameter = Diameter((z, y, x), "px")
     return f"most of the objects that were found are {diameter.describe()}", f"diameter={diameter}", ""
 
 

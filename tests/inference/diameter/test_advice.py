@@ -104,15 +104,11 @@ def test_warnings_give_a_reason_why_no_object_was_found() -> None:
 
 
 def test_diameter_of_most_objects_is_suggested_if_nothing_else_helps() -> None:
-    used: dict[str, Any] = {"used_diameter": (20.0, 50.0, 50.0)}
-    assert get_suggestion(**used, found_diameter=0.3) == "diameter=6,15,15px"
-    assert get_suggestion(**used, found_diameter=0.3, is_diameter_given=True) == "diameter=6,15,15px"
-    assert get_suggestion(**used, found_diameter=0.3, likely_diameter=SMALL_DIAMETER) == "diameter=4px"
-    assert get_suggestion(**used, found_diameter=0.3, num_clear_objects=9) == "min_confidence=0.8"
-    for found_diameter in (None, 0.8, 1.0, 3.0):
-        assert get_suggestion(**used, found_diameter=found_diameter) == ""
-    # Objects that are found at the suggested diameter do not cause another suggestion.
-    assert get_suggestion(used_diameter=(6.0, 15.0, 15.0), found_diameter=0.95) == ""
+    found_diameter = Diameter((6.0, 15.0, 15.0), "px")
+    assert get_suggestion(found_diameter=found_diameter) == "diameter=6,15,15px"
+    assert get_suggestion(found_diameter=found_diameter, is_diameter_given=True) == "diameter=6,15,15px"
+    assert get_suggestion(found_diameter=found_diameter, likely_diameter=SMALL_DIAMETER) == "diameter=4px"
+    assert get_suggestion(found_diameter=found_diameter, num_clear_objects=9) == "min_confidence=0.8"
 
 
 def test_membranes_cause_a_warning_at_moderate_confidence() -> None:

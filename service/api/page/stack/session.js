@@ -436,6 +436,7 @@ export class Session {
       signal,
       results,
       segmentWith: (changes) => this.segmentWith(changes),
+      compareModels: () => openGallery(this.service.models, this),
       timeNavigation,
     });
     viewer.drawNow();
