@@ -60,10 +60,18 @@ def _add_export_arguments(export_parser: argparse.ArgumentParser) -> None:
         help="bioimage.io package, ONNX file or torch.export file (default: according to the suffix of PATH)",
     )
     export_parser.add_argument(
-        "--author", action="append", default=[], metavar="NAME", help="Author, for a bioimage.io package; repeatable"
+        "--author",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Author (default: those in model.yaml); repeatable",
     )
     export_parser.add_argument(
-        "--cite", action="append", default=[], metavar="DOI", help="Publication, for a bioimage.io package; repeatable"
+        "--cite",
+        action="append",
+        default=[],
+        metavar="DOI",
+        help="Publication (default: those in model.yaml); repeatable",
     )
     export_parser.add_argument("--force", action="store_true", help="Overwrite an existing file")
     export_parser.set_defaults(run=run_export)

@@ -15,6 +15,8 @@ from service.models.documents import read_document
 from service.models.spec import ModelSpec
 
 MODEL_FILE_NAME = "model.yaml"
+# Optional image file in a model folder, which shows what the model segments.
+PICTURE_FILE = "example.png"
 
 # The default model if none is configured, so that adding other models does not change the default.
 DEFAULT_NAME = "nuclei"

@@ -26,6 +26,8 @@ from service.models.spec_parts import (
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
+URL_PATTERN = r"^https?://[!-~]+$"
+DOI_PATTERN = r"^10\.[0-9]{4,}[!-.0-~]*/[!-~]+$"
 ActivationName = Literal["none", "sigmoid", "softmax"]
 TargetName = Literal["instances", "boundaries", "affinities"]
 """What a network learns: foreground and distance, boundaries, or boundaries and affinities."""
@@ -85,6 +87,24 @@ class Sample(FrozenModel):
     expected: str = "expected.tif"
 
 
+class Citation(FrozenModel):
+    """A publication to cite.
+
+    text  reference or title
+    doi   digital object identifier, without the address of a resolver; None if the publication has none
+    url   address of the publication; None if it is unknown
+    """
+
+    text: Annotated[SingleLineText, Field(min_length=1)]
+    doi: Annotated[str, Field(pattern=DOI_PATTERN)] | None = None
+    url: Annotated[str, Field(pattern=URL_PATTERN)] | None = None
+
+    @property
+    def address(self) -> str | None:
+        """Address of the publication; None if it is unknown."""
+        return self.url if self.doi is None else f"https://doi.org/{self.doi}"
+
+
 class Lineage(FrozenModel):
     """The origin of a model that was trained on annotated stacks, and its scores before and after training.
 
@@ -119,6 +139,8 @@ class ModelSpec(FrozenModel):
     summary: MultilineText
     licence: MultilineText
     training_data: MultilineText
+    authors: tuple[SingleLineText, ...] = ()
+    cite: tuple[Citation, ...] = ()
     architecture: Architecture | None = None
     weights: Weights
     input: Input

@@ -95,7 +95,7 @@ def draft_content(base: ModelSpec | None, name: str, stack_names: list[str]) -> 
     content = (
         NEW_MODEL_CONTENT
         if base is None
-        else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage"})
+        else base.model_dump(mode="json", exclude={"weights", "sample", "format", "confidence", "lineage", "authors"})
     )
     base_training_data = "" if base is None else f"{base.training_data} Then: "
     return {

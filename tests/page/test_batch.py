@@ -24,6 +24,11 @@ DROP = """files => {
   document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true }));
 }"""
 
+FIND_SHARED_DIAMETER = """async entries => {
+  const { findSharedDiameter } = await import("/page/batch/shared_diameter.js");
+  return findSharedDiameter(entries);
+}"""
+
 
 def drop(page: Page, files: dict[str, bytes]) -> None:
     expect(page.get_by_role("button", name="Choose files")).to_be_visible()
@@ -32,6 +37,25 @@ def drop(page: Page, files: dict[str, bytes]) -> None:
 
 def find_row(page: Page, name: str) -> Locator:
     return page.locator(".batch-list > li").filter(has=page.get_by_text(name, exact=True))
+
+
+def test_shared_diameter_is_the_median_of_the_estimates(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    size = {"z": 1.0, "y": 0.5, "x": 0.5}
+
+    def find(*stacks: tuple[str, object]) -> str:
+        entries = [
+            {"report": {"state": "done", "diameter": diameter}, "inspection": {"file": {"voxel_size": voxel_size}}}
+            for diameter, voxel_size in stacks
+        ]
+        return str(page.evaluate(FIND_SHARED_DIAMETER, [*entries, {"report": None, "inspection": None}]))
+
+    estimates = [("10,18,18px; estimated", size), ("20px; estimated", size), ("14,32,32px; estimated", size)]
+    # The second diameter has one length: 10 um along all axes.
+    assert find(*estimates) == "10,10,10um"
+    assert find(estimates[0], estimates[2], ("9px; stated", size)) == "12,12.5,12.5um"
+    assert find(("10px; estimated", None), ("12,20,20px; estimated", None)) == "11,15,15px"
+    assert find(estimates[0], ("20px; estimated", None)) == find(estimates[0]) == find() == ""
 
 
 def test_each_file_of_a_folder_gets_a_result_or_a_reason(

@@ -239,19 +239,3 @@ def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_pa
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     expect(page.locator("#problem")).to_be_hidden()
-
-
-def test_each_model_shows_an_example_picture(nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]) -> None:
-    for model in nuclei.client.get("/models").json()["models"]:
-        picture = nuclei.client.get(model["picture"])
-        assert (picture.headers["content-type"], picture.content[:4]) == ("image/png", b"\x89PNG")
-    page = open_page(nuclei)
-    choose_file(page, as_tiff(sample))
-    expect(page.get_by_role("img", name="Example of objects segmented with nuclei")).to_be_visible()
-    page.locator("select:has(option[value=membranes])").select_option("membranes")
-    expect(page.get_by_role("img", name="Example of objects segmented with membranes")).to_be_visible()
-
-
-def test_model_without_a_picture_is_reported(fake: LiveServer) -> None:
-    assert [model["picture"] for model in fake.client.get("/models").json()["models"]] == [None]
-    assert fake.client.get("/models/bands/picture").status_code == 404

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
-
-import numpy as np
 
 from service.api.agents.arguments import ResultPreviewArguments, StackPreviewArguments
 from service.api.agents.calls import Client, ToolAnswer
 from service.api.requests.body import inspect_file, receive_file
+from service.api.requests.pictures import choose_view, draw_view
 from service.api.requests.volumes import open_host_volume, open_label_volume, open_stack_volume
-from service.core.errors import BadParameter, RateLimited, RequestError
+from service.core.errors import BadParameter, RequestError
 from service.core.quantities import TimeRange
-from service.core.types import Array, Selection, Volume
+from service.core.types import Selection, Volume
 from service.formats.writers import draw_labels, draw_plane
 from service.serving.jobs.active_job import JobView
 from service.serving.parameters import Query
-from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.storage.threads import run_in_thread
-
-# Maximum number of pixels along each edge of a picture. Larger planes are subsampled.
-MAX_EDGE_PIXELS = 768
-# Planes are enlarged by a whole factor up to this size, because language models see few details in small pictures.
-TARGET_EDGE_PIXELS = 512
-# Number of bytes per pixel while a picture is drawn: pixels in float32, borders, RGB and the encoded file.
-DRAWING_BYTES = 24
-
-
-class _PlaneView(NamedTuple):
-    """A plane and how it is shown: index, number of planes, step between the pixels, and factor of enlargement."""
-
-    z: int
-    plane_count: int
-    step: int
-    factor: int
-
-    def describe(self) -> str:
-        scale = ""
-        if self.step > 1:
-            scale = f", every {self.step} pixels along Y and X"
-        elif self.factor > 1:
-            scale = f", enlarged {self.factor} times"
-        return f"Plane {self.z} of planes 0 to {self.plane_count - 1} along Z{scale}."
 
 
 async def preview_stack(client: Client, arguments: StackPreviewArguments) -> ToolAnswer:
@@ -59,8 +31,8 @@ async def preview_stack(client: Client, arguments: StackPreviewArguments) -> Too
                 raise
             selection, time_note = await _choose_time(client, arguments)
             volume = await _open_image(client, exit_stack, arguments, selection)
-        view = _choose_view(volume, arguments.plane)
-        png = await _draw(client, [volume], view, draw_plane)
+        view = choose_view(volume, arguments.plane)
+        png = await draw_view(client.runtime, client.quota_name, [volume], view, draw_plane)
     return ToolAnswer(f"{time_note}{view.describe()} {_describe_grid(volume)}", image=png)
 
 
@@ -73,16 +45,17 @@ async def preview_result(client: Client, arguments: ResultPreviewArguments) -> T
         if metadata.time_points is not None and metadata.time_points[0] > 1:
             time, time_note = _choose_middle(0, metadata.time_points[0])
     labels = await open_label_volume(client.make_request("", {}), client.runtime, arguments.job, time)
-    view = _choose_view(labels, arguments.plane)
+    view = choose_view(labels, arguments.plane)
     job = await run_in_thread(partial(client.async_jobs.view, arguments.job, client.name))
     async with AsyncExitStack() as exit_stack:
         image = await _find_image(client, exit_stack, job, labels, time or 0)
+        draw = partial(draw_view, client.runtime, client.quota_name, view=view)
         if labels.dtype.kind == "f":
-            drawing, png = "Probabilities of the first class.", await _draw(client, [labels], view, draw_plane)
+            drawing, png = "Probabilities of the first class.", await draw([labels], draw_planes=draw_plane)
         elif image is None:
-            drawing, png = "Labels in color, without the stack.", await _draw(client, [labels], view, draw_labels)
+            drawing, png = "Labels in color, without the stack.", await draw([labels], draw_planes=draw_labels)
         else:
-            drawing, png = "Outlines of the labels.", await _draw(client, [image, labels], view, draw_plane)
+            drawing, png = "Outlines of the labels.", await draw([image, labels], draw_planes=draw_plane)
     return ToolAnswer(f"{time_note}{view.describe()} {drawing} {_describe_grid(labels)}", image=png)
 
 
@@ -125,40 +98,6 @@ async def _open_image(client: Client, exit_stack: AsyncExitStack, query: Query, 
         return await open_stack_volume(request, client.runtime, query.stack, selection)
     opened = open_host_volume(request, client.runtime, query.input or "", selection)
     return await exit_stack.enter_async_context(opened)
-
-
-def _choose_view(volume: Volume, plane: int | None) -> _PlaneView:
-    count, height, width = volume.shape[1:]
-    edge = max(height, width)
-    z = count // 2 if plane is None else plane
-    return _PlaneView(z, count, -(-edge // MAX_EDGE_PIXELS), max(TARGET_EDGE_PIXELS // edge, 1))
-
-
-async def _draw(
-    client: Client, volumes: Sequence[Volume], view: _PlaneView, draw_planes: Callable[..., bytes]
-) -> bytes:
-    """Read a plane of each volume, and draw the planes with `draw_planes`, in a thread.
-
-    Raises BadParameter if the plane is outside the volume, and RateLimited if other requests of the client use up its
-    share of the memory.
-    """
-    plane_range = PlaneRange(view.z, view.z + 1, (1, view.step, view.step))
-    selections = [PlaneSelection.select(volume, plane_range) for volume in volumes]
-    nbytes = DRAWING_BYTES * MAX_EDGE_PIXELS**2
-    if not PLANE_MEMORY_BUDGET.reserve(client.quota_name, nbytes):
-        raise RateLimited("Too many pictures are being drawn at the moment. Try again in a second.", 1)
-
-    def read_and_draw() -> bytes:
-        try:
-            return draw_planes(*(_enlarge(selection.read()[0], view.factor) for selection in selections))
-        finally:
-            PLANE_MEMORY_BUDGET.release(client.quota_name, nbytes)
-
-    return await run_in_thread(read_and_draw, client.runtime.plane_threads.for_client(client.quota_name))
-
-
-def _enlarge(plane: Array, factor: int) -> Array:
-    return np.repeat(np.repeat(plane, factor, axis=0), factor, axis=1)
 
 
 def _describe_grid(volume: Volume) -> str:

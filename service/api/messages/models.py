@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel
@@ -13,12 +14,10 @@ from service.api.messages.text import RedactedText
 from service.core.errors import remove_host_details
 from service.inference.types import EngineReport
 from service.models.input_spec import Input
-from service.models.spec import Lineage
+from service.models.repository import PICTURE_FILE
+from service.models.spec import Lineage, ModelSpec
 from service.serving.devices.models.state import ModelState
 from service.serving.runtime import Runtime
-
-# Name of the optional image file in a model folder. The image shows the model's result for its sample stack.
-PICTURE_FILE = "example.png"
 
 
 def _remove_folders_from_report(report: EngineReport) -> EngineReport:
@@ -40,11 +39,20 @@ class LoadedModel(BaseModel):
     used: datetime
 
 
+class PublicationReference(BaseModel):
+    """A publication to cite. `url` is its address, with which a DOI is resolved; null if it is unknown."""
+
+    text: str
+    url: str | None
+
+
 class ModelInfo(BaseModel):
     """A model that the service offers.
 
     - `state`: `unloaded` until the first request for the model, `loading`, `ready`, or `failed` (see `problem`).
-    - `picture`: URL path of an image that shows the model's result for its sample stack; null if there is no image.
+    - `picture`: URL path of an image that shows what the model segments; null if the model has neither an image nor a
+      sample.
+    - `authors`, `cite`: authors of the model, and publications to cite; empty if its model file does not state them.
     - `outputs`: names of the output channels of the network.
     - `calibrated`: whether the confidence of an object is the probability that it matches a true object, and the
       confidence of a result is the expected F1.
@@ -63,6 +71,8 @@ class ModelInfo(BaseModel):
     summary: str | None = None
     licence: str | None = None
     training_data: str | None = None
+    authors: tuple[str, ...] = ()
+    cite: list[PublicationReference] = []
     architecture: str | None = None
     input: Input | None = None
     outputs: tuple[str, ...] = ()
@@ -95,6 +105,12 @@ class ModelReload(BaseModel):
     broken: dict[str, RedactedText]
 
 
+def find_picture(spec: ModelSpec) -> Path | None:
+    """Return the path of the picture in a model folder; None if there is none."""
+    path = spec.folder / PICTURE_FILE
+    return path if path.is_file() else None
+
+
 def report_models(runtime: Runtime, can_delete: Callable[[ModelState], bool]) -> ModelList:
     """Report all models in the repository. `can_delete` returns whether the caller may delete a model."""
     models = [report_model(model, removable=can_delete(model)) for model in runtime.models.list_states()]
@@ -111,9 +127,11 @@ def report_model(model: ModelState, *, removable: bool) -> ModelInfo:
         state=model.state,
         version=spec.version,
         summary=spec.summary,
-        picture=f"/models/{spec.name}/picture" if (spec.folder / PICTURE_FILE).is_file() else None,
+        picture=f"/models/{spec.name}/picture" if find_picture(spec) or spec.sample else None,
         licence=spec.licence,
         training_data=spec.training_data,
+        authors=spec.authors,
+        cite=[PublicationReference(text=citation.text, url=citation.address) for citation in spec.cite],
         architecture=spec.network_name,
         input=spec.input,
         outputs=spec.outputs,

@@ -14,6 +14,7 @@ import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
+import { openGallery } from "./gallery/gallery.js";
 import { offerProject } from "./project/offer.js";
 import { createProjectList } from "./project/project_list.js";
 import { showProject } from "./project/project_view.js";
@@ -334,6 +335,7 @@ async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
+  byId("models").addEventListener("click", () => openGallery(service.models, byId("work").hidden ? null : session));
   watchConnection(() => loadCapabilities().catch(() => undefined));
   while (!(await loadService())) await checkConnection();
   updateKeyButton(byId("key"));

@@ -15,6 +15,7 @@ from fastapi import Request
 from service.api.dependencies import get_async_jobs, get_caller, get_quota_name, get_stacks
 from service.api.http.waiting import run_while_connected
 from service.core.types import CancellationCheck, Selection, Volume
+from service.models.spec import ModelSpec
 from service.serving.reading import read_with_reservation
 from service.serving.results.media_types import read_labels
 from service.serving.runtime import Runtime
@@ -56,6 +57,33 @@ async def open_label_volume(request: Request, runtime: Runtime, job: str, time: 
 
     with file:
         return await _open_volume(request, runtime, VolumeKey(job, time), read)
+
+
+async def open_sample(request: Request, runtime: Runtime, spec: ModelSpec) -> list[Volume]:
+    """Return the sample of a model [C, Z, Y, X] and its labels [1, Z, Y, X]; only the sample if the labels do not fit.
+
+    The model must have a sample. Raises the errors of `Reader.read` and `_open_volume`.
+    """
+    if spec.sample is None:
+        raise ValueError(f"The model {spec.name} has no sample.")
+    sample, labels = [
+        await _open_volume(
+            request,
+            runtime,
+            VolumeKey(f"model-{spec.folder}-{spec.weights.sha256}-{name}", Selection()),
+            partial(_read_host_file, runtime, spec.folder / name),
+        )
+        for name in (spec.sample.input, spec.sample.expected)
+    ]
+    return [sample, labels] if sample.shape[1:] == labels.shape[1:] else [sample]
+
+
+def _read_host_file(
+    runtime: Runtime, path: Path, folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck
+) -> Volume:
+    return read_with_reservation(
+        runtime.reader, path, Selection(), reserve, scratch=folder, is_shared=True, cancelled=cancelled
+    )
 
 
 @asynccontextmanager

@@ -7,13 +7,16 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from service.api.access.authentication import check_admin, get_identity
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_trainings
+from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_quota_name, get_trainings
 from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
-from service.api.messages.models import PICTURE_FILE, ModelInfo, ModelList, ModelReload, report_model, report_models
+from service.api.messages.models import ModelInfo, ModelList, ModelReload, find_picture, report_model, report_models
 from service.api.messages.results import DownloadResponse
+from service.api.requests.pictures import choose_view, draw_view
+from service.api.requests.volumes import open_sample
+from service.formats.writers import draw_plane
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["models"])
@@ -80,15 +83,20 @@ async def download_sample(runtime: RuntimeDependency, name: str) -> FileResponse
 
 
 @router.get("/models/{name}/picture", response_class=FileResponse, responses=PICTURE_RESPONSES)
-async def download_picture(runtime: RuntimeDependency, name: str) -> FileResponse:
-    """Download an image of a model's result for its sample stack as a PNG file.
+async def download_picture(request: Request, runtime: RuntimeDependency, name: str) -> Response:
+    """Download a picture of what a model segments as a PNG file.
 
-    Returns status 404 if the model has no such image.
+    This is the picture in the model folder, or else the middle plane of the model's sample with the outlines of its
+    labels. Returns status 404 if the model has neither a picture nor a sample.
     """
-    file = runtime.models.get_spec(name).folder / PICTURE_FILE
-    if not file.is_file():
+    spec = runtime.models.get_spec(name)
+    if (file := find_picture(spec)) is not None:
+        return DownloadResponse(file, media_type="image/png", stat_result=file.stat())
+    if spec.sample is None:
         raise HTTPException(404)
-    return DownloadResponse(file, media_type="image/png", stat_result=file.stat())
+    volumes = await open_sample(request, runtime, spec)
+    picture = await draw_view(runtime, get_quota_name(request), volumes, choose_view(volumes[0]), draw_plane)
+    return Response(picture, media_type="image/png")
 
 
 @router.post("/models/reload")

@@ -16,8 +16,7 @@ from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.preprocessing.resample import prepare_tensor
 from service.models.exporters import export_model as exporter
-from service.models.exporters.bioimageio import Credits
-from service.models.spec import ModelSpec
+from service.models.spec import DOI_PATTERN, Citation, ModelSpec
 
 
 def export_model(spec: ModelSpec, options: argparse.Namespace, settings: Settings) -> int:
@@ -32,10 +31,9 @@ def export_model(spec: ModelSpec, options: argparse.Namespace, settings: Setting
         raise BadParameter(f"{path} already exists. Choose another name, or use --force to replace the file.")
     if not path.parent.is_dir():
         raise BadParameter(f"--out: the folder {path.parent} does not exist.")
-    if export_format != "bioimageio" and (options.author or options.cite):
-        raise BadParameter("--author and --cite are for bioimage.io packages (--format bioimageio).")
-    credits_ = Credits(tuple(map(_check_author, options.author)), tuple(map(_parse_doi, options.cite)))
-    request = exporter.ExportRequest(path, export_format, _read_sample(spec, settings), credits_)
+    authors, citations = tuple(map(_check_author, options.author)), tuple(map(_parse_citation, options.cite))
+    spec = spec.model_copy(update={"authors": authors or spec.authors, "cite": citations or spec.cite})
+    request = exporter.ExportRequest(path, export_format, _read_sample(spec, settings))
     notes = exporter.export_model(spec, request, prepare_tensor)
     sys.stdout.write(f"{path}: {spec.identifier}, {path.stat().st_size / 1e6:.1f} MB\n")
     for note in notes:
@@ -55,8 +53,8 @@ def _check_author(name: str) -> str:
     return name.strip()
 
 
-def _parse_doi(text: str) -> str:
+def _parse_citation(text: str) -> Citation:
     doi = re.sub(r"^https?://(dx\.)?doi\.org/", "", text.strip())
-    if re.fullmatch(r"10\.[0-9]{4,}\S*/\S+", doi) is None:
+    if re.fullmatch(DOI_PATTERN, doi) is None:
         raise BadParameter(f"--cite: {text!r} is not a DOI, such as 10.1038/s41592-018-0261-2.")
-    return doi
+    return Citation(text=f"https://doi.org/{doi}", doi=doi)

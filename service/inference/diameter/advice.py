@@ -17,6 +17,10 @@ from service.models.spec import Calibration
 # Suggest a diameter only if it differs by at least this factor from the diameter that was used.
 MIN_DIAMETER_RATIO = 1.4
 
+# Suggest the model for membranes below this confidence if the stack shows sheets. The confidence of other models is too
+# high on membranes, for which they were not calibrated.
+MIN_CONFIDENCE_ON_SHEETS = 0.8
+
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
@@ -40,6 +44,7 @@ class Evidence(NamedTuple):
     is_diameter_given   whether the request specifies the diameter
     has_postprocessing  whether the request sets post-processing options, such as a minimum size
     num_clear_objects   number of clear objects if most of the other objects look like noise, else 0
+    found_diameter      diameter of most objects that were found, if it is much smaller than the used one; else None
     """
 
     windows: Sequence[Tensor]
@@ -48,6 +53,7 @@ class Evidence(NamedTuple):
     is_diameter_given: bool = False
     has_postprocessing: bool = False
     num_clear_objects: int = 0
+    found_diameter: Diameter | None = None
 
     @property
     def is_blank(self) -> bool:
@@ -69,7 +75,7 @@ def make_low_confidence_warning(confidence: float, evidence: Evidence, calibrati
     parameter_advice = (
         (filter_advice, diameter_advice) if evidence.is_diameter_given else (diameter_advice, filter_advice)
     )
-    candidates = (_suggest_model(evidence, calibration), *parameter_advice)
+    candidates = (_suggest_model(evidence, calibration), *parameter_advice, _suggest_found_diameter(evidence))
     for advice in filter(None, candidates):
         reason, suggestion, details = advice
         return QualityWarning(confidence, f"{prefix}: {reason}. Try {suggestion}{details}.", suggestion)
@@ -79,6 +85,17 @@ def make_low_confidence_warning(confidence: float, evidence: Evidence, calibrati
     return QualityWarning(
         confidence, f"{problem} {instruction} If the labels are wrong, {diameter_hint}{TRAINING_ADVICE}.", ""
     )
+
+
+def make_sheets_warning(confidence: float, evidence: Evidence, calibration: Calibration) -> QualityWarning | None:
+    """Return the warning for labels of a stack that shows membranes; None if it does not show any.
+
+    `calibration` names the model for membranes.
+    """
+    if (advice := _suggest_model(evidence, calibration.model_copy(update={"blobs": None}))) is None:
+        return None
+    reason, suggestion, _details = advice
+    return QualityWarning(confidence, f"The labels may be wrong: {reason}. Try {suggestion}.", suggestion)
 
 
 def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None) -> QualityWarning:
@@ -137,6 +154,12 @@ def _suggest_diameter(evidence: Evidence) -> _Advice | None:
     if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
         return None
     return f"the objects seem to be {diameter.describe()}", f"diameter={diameter}", ""
+
+
+def _suggest_found_diameter(evidence: Evidence) -> _Advice | None:
+    if (diameter := evidence.found_diameter) is None:
+        return None
+    return f"most of the objects that were found are {diameter.describe()}", f"diameter={diameter}", ""
 
 
 def _suggest_filtering(evidence: Evidence) -> _Advice | None:

@@ -11,26 +11,36 @@ object with an intersection over union (IoU) above 0.5. The confidence in a resu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.quantities import Diameter
 from service.core.types import Objects
 from service.inference.diameter.advice import (
     CLEAR_CONFIDENCE,
+    MIN_CONFIDENCE_ON_SHEETS,
+    MIN_DIAMETER_RATIO,
     Evidence,
     drop_missing_models,
     make_low_confidence_warning,
     make_no_objects_warning,
+    make_sheets_warning,
 )
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration, ModelSpec
 
 # Maximum mean foreground probability. Logits from -8 to 8 cannot express a higher probability.
 MAX_FOREGROUND_PROBABILITY = 0.9996
+
+# Minimum number of objects from which a smaller diameter is derived.
+MIN_OBJECTS_FOR_DIAMETER = 10
+
+# Maximum ratio between the numbers of voxels after and before a stack is enlarged for a smaller diameter, as in trials.
+MAX_ENLARGEMENT = 2.8**3
 
 # Maximum absolute log-odds of a result that the confidence of its objects depends on.
 MAX_RESULT_LOG_ODDS = 6.0
@@ -70,6 +80,27 @@ class Features(NamedTuple):
 def compute_typical_diameter(objects: Objects) -> float:
     """Return the diameter in voxels of a sphere with the volume of the object that contains the median voxel."""
     return float(np.cbrt(6 / np.pi * objects.median_size))
+
+
+def find_smaller_diameter(
+    objects: Objects, expected_diameter: float, used_diameter: Sequence[float] | None
+) -> Diameter | None:
+    """Return the diameter of most objects of a result if it is much smaller than the diameter that was used.
+
+    In a few windows of a stack with sparse objects, large bright structures can hide that most objects are small.
+
+    expected_diameter  the model's, in voxels of its grid
+    used_diameter      object diameter along (z, y, x) that was used, in voxels; None if the model has no diameter
+
+    Returns None if there are too few objects, or if the stack would have to be enlarged too much.
+    """
+    if len(objects) < MIN_OBJECTS_FOR_DIAMETER or used_diameter is None:
+        return None
+    ratio = float(np.cbrt(6 / np.pi * np.median(objects.voxel_counts))) / expected_diameter
+    z, y, x = (length * ratio for length in used_diameter)
+    if ratio * MIN_DIAMETER_RATIO > 1 or expected_diameter**3 > MAX_ENLARGEMENT * z * y * x:
+        return None
+    return Diameter((z, y, x), "px")
 
 
 def predict_confidence(objects: Objects, expected_diameter: float, calibration: Calibration) -> float | None:
@@ -164,7 +195,8 @@ def assess_objects(
     """Return the confidence in the objects of a result from `calibrate_objects`, and a warning if it is low.
 
     `objects` is None for outputs other than labels, because only labels have a confidence. `find_evidence` is slow, so
-    it is called only if the confidence is low or no object was found.
+    it is called only if the confidence is low, if it may be too high because the stack shows membranes, or if no object
+    was found.
     """
     calibration, expected_diameter = spec.confidence, spec.input.diameter
     if objects is None:
@@ -175,10 +207,17 @@ def assess_objects(
         confidence, threshold = predict_confidence(objects, expected_diameter, calibration), calibration.threshold
     else:
         confidence, threshold = estimate_f1(objects.match_probability), calibration.objects.threshold
-    if confidence is not None and confidence >= threshold:
+    if confidence is not None and confidence >= max(threshold, MIN_CONFIDENCE_ON_SHEETS):
         return ConfidenceAssessment(confidence, None)
-    calibration, evidence = drop_missing_models(calibration, spec.folder.parent), find_evidence()
+    calibration = drop_missing_models(calibration, spec.folder.parent)
+    if confidence is not None and confidence >= threshold:
+        warning = None if calibration.sheets is None else make_sheets_warning(confidence, find_evidence(), calibration)
+        return ConfidenceAssessment(confidence, warning)
+    evidence = find_evidence()
     if confidence is None:
         return ConfidenceAssessment(None, make_no_objects_warning(evidence, calibration))
-    evidence = evidence._replace(num_clear_objects=count_clear_objects(objects, expected_diameter, calibration))
+    evidence = evidence._replace(
+        num_clear_objects=count_clear_objects(objects, expected_diameter, calibration),
+        found_diameter=find_smaller_diameter(objects, expected_diameter, evidence.used_diameter),
+    )
     return ConfidenceAssessment(confidence, make_low_confidence_warning(confidence, evidence, calibration))

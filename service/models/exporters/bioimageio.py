@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +20,14 @@ from service.core.types import Array
 from service.models.exporters.bioimageio_processing import make_postprocessing, make_preprocessing
 from service.models.exporters.model_keys import NAME
 from service.models.exporters.network_file import INPUT_NAME, OPSET_VERSION, OUTPUT_NAME, Flexibility
+from service.models.repository import PICTURE_FILE
 from service.models.spec import ActivationName, ModelSpec
 
 FORMAT_VERSION = "0.5.4"
 DESCRIPTION_FILE = "rdf.yaml"
 TEST_FILES = ("test_input.npy", "test_output.npy")
 ONNX_FILE, STATE_FILE = "weights.onnx", "weights.pt"
-DOCUMENTATION_FILE, COVER_FILE = "README.md", "example.png"
+DOCUMENTATION_FILE = "README.md"
 MONAI_MODULE = "monai.networks.nets"
 MIN_NAME_LENGTH = 5
 CHUNK_BYTES = 2**20
@@ -40,16 +40,6 @@ LICENCES = frozenset(
         *("CC-BY-SA-3.0", "CC-BY-SA-4.0", "CC-BY-NC-3.0", "CC-BY-NC-4.0", "CC-BY-NC-SA-4.0", "CC-BY-NC-ND-4.0"),
     ]
 )
-
-
-class Credits(NamedTuple):
-    """Names of the authors, and DOIs of publications to cite. A model folder does not contain them."""
-
-    authors: Sequence[str] = ()
-    dois: Sequence[str] = ()
-
-
-NO_CREDITS = Credits()
 
 
 class PackageContent(NamedTuple):
@@ -70,7 +60,6 @@ class PackageContent(NamedTuple):
     flexibility: Flexibility
     state_network: nn.Module | None
     keys: dict[str, Any]
-    credits: Credits
 
 
 def write_package(content: PackageContent, path: Path) -> tuple[str, ...]:
@@ -101,9 +90,9 @@ def write_package(content: PackageContent, path: Path) -> tuple[str, ...]:
         text = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {spec.name}\n\n{spec.summary}\n"
         archive.writestr(DOCUMENTATION_FILE, text)
         description["documentation"] = DOCUMENTATION_FILE
-        if (spec.folder / COVER_FILE).is_file():
-            archive.write(spec.folder / COVER_FILE, COVER_FILE)
-            description["covers"] = [COVER_FILE]
+        if (spec.folder / PICTURE_FILE).is_file():
+            archive.write(spec.folder / PICTURE_FILE, PICTURE_FILE)
+            description["covers"] = [PICTURE_FILE]
         archive.writestr(DESCRIPTION_FILE, yaml.safe_dump(description, sort_keys=False, allow_unicode=True))
     return tuple(notes)
 
@@ -145,10 +134,11 @@ def _describe_model(content: PackageContent, notes: list[str]) -> dict[str, Any]
         notes.append(
             f"The licence {spec.licence!r:.80} is not a common SPDX identifier, so the description does not contain it."
         )
-    if content.credits.authors:
-        description["authors"] = [{"name": name} for name in content.credits.authors]
-    if content.credits.dois:
-        description["cite"] = [{"text": f"https://doi.org/{doi}", "doi": doi} for doi in content.credits.dois]
+    # The specification does not allow slashes in the names of authors, and requires an identifier of each publication.
+    if spec.authors:
+        description["authors"] = [{"name": re.sub(r"[/\\]", " ", name)} for name in spec.authors]
+    if citations := [citation.model_dump(exclude_none=True) for citation in spec.cite if citation.address]:
+        description["cite"] = citations
     missing_options = [
         option for option, key in (("--author", "authors"), ("--cite", "cite")) if key not in description
     ]

@@ -16,7 +16,7 @@ from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Volume
 from service.models.architectures.build import MONAI_NETWORKS
 from service.models.exporters import bioimageio
-from service.models.exporters.bioimageio import Credits, PackageContent
+from service.models.exporters.bioimageio import PackageContent
 from service.models.exporters.bioimageio_processing import make_preprocessing
 from service.models.exporters.model_keys import make_model_keys
 from service.models.exporters.network_file import Graph, NetworkFile, write_network
@@ -36,15 +36,13 @@ ImagePreparer = Callable[[Volume, ModelSpec], Tensor]
 class ExportRequest(NamedTuple):
     """What to write.
 
-    path     file to write; an existing file is replaced
-    sample   stack [C, Z, Y, X] from which the test input is cut; None for noise
-    credits  authors and citations for the description of a bioimage.io package
+    path    file to write; an existing file is replaced
+    sample  stack [C, Z, Y, X] from which the test input is cut; None for noise
     """
 
     path: Path
     format: ExportFormat
     sample: Volume | None = None
-    credits: Credits = bioimageio.NO_CREDITS
 
 
 def export_model(spec: ModelSpec, request: ExportRequest, prepare: ImagePreparer) -> tuple[str, ...]:
@@ -70,7 +68,7 @@ def export_model(spec: ModelSpec, request: ExportRequest, prepare: ImagePreparer
     # torch.export.save warns about names with another suffix.
     with write_atomically(path, path.with_name(f".part-{path.name}")) as part_path:
         if request.format == "bioimageio":
-            package_notes, result = _write_package(spec, network, (image, window), part_path, request.credits)
+            package_notes, result = _write_package(spec, network, (image, window), part_path)
             notes += package_notes
         else:
             graph = Graph(network, window, spec.input.roi_multiple, make_model_keys(spec))
@@ -99,7 +97,7 @@ def _make_test_image(spec: ModelSpec, sample: Volume | None) -> tuple[Array, lis
 
 
 def _write_package(
-    spec: ModelSpec, network: nn.Module, test: tuple[Array, Tensor], path: Path, credits_: Credits
+    spec: ModelSpec, network: nn.Module, test: tuple[Array, Tensor], path: Path
 ) -> tuple[list[str], NetworkFile]:
     """Write a bioimage.io package. `test` is the image of the test and its normalized form."""
     image, window = test
@@ -118,7 +116,7 @@ def _write_package(
         onnx_path = Path(folder) / bioimageio.ONNX_FILE
         result = write_network(Graph(network, window, spec.input.roi_multiple, keys), onnx_path, "onnx")
         arrays = (image[None], scores.numpy())
-        content = PackageContent(spec, activation, arrays, onnx_path, result.flexibility, state_network, keys, credits_)
+        content = PackageContent(spec, activation, arrays, onnx_path, result.flexibility, state_network, keys)
         notes += bioimageio.write_package(content, path)
     return notes, result
 

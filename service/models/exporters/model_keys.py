@@ -17,12 +17,13 @@ from service.models.spec import ModelSpec
 NAME = "stackseg"
 FILE_NAME = f"{NAME}.json"
 KEYS = ("name", "version", "summary", "licence", "training_data", "input", "outputs", "activation", "decoding")
-OPTIONAL_KEYS = ("confidence",)
+OPTIONAL_KEYS = ("authors", "cite", "confidence")
 
 
 def make_model_keys(spec: ModelSpec) -> dict[str, Any]:
     """Return the keys of a model file that describe how the network is used, as plain values for JSON or YAML."""
-    return {"format": spec.format, **spec.model_dump(mode="json", include={*KEYS, *OPTIONAL_KEYS}, exclude_none=True)}
+    keys = spec.model_dump(mode="json", include={*KEYS, *OPTIONAL_KEYS}, exclude_none=True)
+    return {"format": spec.format, **{key: value for key, value in keys.items() if key in KEYS or value}}
 
 
 def read_model_keys(content: Any, location: str) -> dict[str, Any]:

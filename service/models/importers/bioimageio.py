@@ -9,6 +9,7 @@ import hashlib
 import re
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from service.models.importers.draft import (
     check_channel_count,
     collect_problem,
     find_file,
+    read_credits,
     read_mapping,
 )
 from service.models.input_spec import Input
@@ -44,6 +46,8 @@ SUPPORTED_WEIGHTS: tuple[tuple[str, WeightsKind], ...] = (
 # Minimum window size along an axis, in voxels, if the package allows several sizes.
 MIN_ROI_SIZE = 64
 MAX_TEST_VOXELS = 2**28
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+MAX_COVER_BYTES = 2**22
 
 
 def is_package(root: Path) -> bool:
@@ -65,6 +69,7 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         "summary": rdf.get_string("description", "A bioimage.io model."),
         "licence": rdf.get_string("license", "Not stated."),
         "training_data": _read_training_data(rdf),
+        **read_credits(rdf.get("authors"), rdf.get("cite")),
         "input": {"channels": input_axes.channel_count, "channel_names": input_axes.channel_names},
         "outputs": output_axes.channel_names or [f"output {number}" for number in range(output_axes.channel_count)],
     }
@@ -81,9 +86,7 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         content["decoding"] = {"kind": "classes"}
     else:
         problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
-    config = rdf.get_mapping("config")
-    if CONFIG_KEY in config:
-        _restore_model(read_model_keys(config.get(CONFIG_KEY), config.locate(CONFIG_KEY)), rdf, content)
+    if _restore_model(rdf, content):
         problems = {}
     file = _find_checked_file(root, weights)
     if kind == "onnx":
@@ -91,15 +94,28 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_file.read_settings(file)[1]
     notes = (f"Imported from {key} weights of {rdf.get_string('name')!r}.",)
-    return Draft(content, file, kind, tests, problems, notes, description="a bioimage.io package")
+    return Draft(
+        content,
+        file,
+        kind,
+        tests,
+        problems,
+        notes,
+        description="a bioimage.io package",
+        picture=_find_cover(root, rdf),
+    )
 
 
-def _restore_model(keys: dict[str, Any], rdf: Fields, content: dict[str, Any]) -> None:
+def _restore_model(rdf: Fields, content: dict[str, Any]) -> bool:
     """Replace the content with the stored keys of an exported model, which also describe the decoding.
 
-    Fields that other programs read have precedence. Raises UnsupportedPackage if the normalization or the activation in
-    the description differs from the stored one.
+    Fields that other programs read have precedence. Returns False if the package contains no stored keys. Raises
+    UnsupportedPackage if the normalization or the activation in the description differs from the stored one.
     """
+    config = rdf.get_mapping("config")
+    if CONFIG_KEY not in config:
+        return False
+    keys = read_model_keys(config.get(CONFIG_KEY), config.locate(CONFIG_KEY))
     steps = Fields({"preprocessing": make_preprocessing(Input.model_validate(keys["input"]))})
     normalization = read_normalization(steps, content["input"]["channels"])
     for key, stored_value, value in (
@@ -111,8 +127,9 @@ def _restore_model(keys: dict[str, Any], rdf: Fields, content: dict[str, Any]) -
                 f"config.{CONFIG_KEY}.{key}: the stored value does not match the steps of the package. If you changed "
                 f"these steps, remove config.{CONFIG_KEY}."
             )
-    described_keys = {"summary": "description", "licence": "license"}
+    described_keys = {"summary": "description", "licence": "license", "authors": "authors", "cite": "cite"}
     content |= {key: value for key, value in keys.items() if described_keys.get(key, "") not in rdf}
+    return True
 
 
 def read_description(root: Path) -> tuple[Fields, str]:
@@ -125,6 +142,18 @@ def read_description(root: Path) -> tuple[Fields, str]:
             f"format_version: expected a model in format 0.4 or 0.5, not a {rdf.get('type')} in format {version}."
         )
     return rdf, version
+
+
+def _find_cover(root: Path, rdf: Fields) -> Path | None:
+    """Return the first cover of a package that is a PNG file; None if there is none."""
+    covers = rdf.get("covers")
+    for name in covers if isinstance(covers, list) else []:
+        with suppress(UnsupportedPackage, OSError, ValueError, TypeError):
+            path = find_file(root, name)
+            with path.open("rb") as file:
+                if file.read(len(PNG_SIGNATURE)) == PNG_SIGNATURE and path.stat().st_size <= MAX_COVER_BYTES:
+                    return path
+    return None
 
 
 def _find_description(root: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,12 +14,16 @@ from torch import Tensor
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
 from service.models.documents import read_document
+from service.models.spec import DOI_PATTERN, URL_PATTERN
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]
 
 MAX_PACKAGE_BYTES = 8 * 2**30
 # Maximum number of channels. It limits the memory that an untrusted description can request.
 MAX_CHANNELS = 4096
+# Maximum number of authors and of citations, and maximum length of each.
+MAX_CREDITS = 100
+MAX_CREDIT_LENGTH = 1000
 
 
 class PackageTest(NamedTuple):
@@ -45,6 +50,7 @@ class Draft:
     notes         sentences for the operator
     missing_keys  keys of the model file that the format of the package cannot specify
     description   phrase that describes the package
+    picture       PNG file that shows what the model segments; None if there is none
     tensors       tensors of a state dict; None to read them from `weights_path`
     """
 
@@ -56,6 +62,7 @@ class Draft:
     notes: tuple[str, ...] = ()
     missing_keys: tuple[str, ...] = ()
     description: str = "a package"
+    picture: Path | None = None
     tensors: Mapping[str, Tensor] | None = None
 
 
@@ -100,6 +107,45 @@ class Fields:
         if not isinstance(items, list):
             raise UnsupportedPackage(f"{self.locate(key)}: expected a list, not {items!r:.80}.")
         return [Fields(item, f"{self.locate(key)}[{index}]") for index, item in enumerate(items)]
+
+
+def read_credits(authors: Any, citations: Any) -> dict[str, Any]:
+    """Return the keys `authors` and `cite` for the lists in a package. Entries without a name or a text are omitted.
+
+    authors    names, or mappings with the key `name`
+    citations  texts, or mappings with the keys `text` and optionally `doi` and `url`
+    """
+    names = [_clean(entry.get("name") if isinstance(entry, Mapping) else entry) for entry in _as_list(authors)]
+    references = [entry if isinstance(entry, Mapping) else {"text": entry} for entry in _as_list(citations)]
+    cite = [_make_citation(reference) for reference in references]
+    content: dict[str, list[Any]] = {
+        "authors": list(filter(None, names)),
+        "cite": [citation for citation in cite if citation["text"]],
+    }
+    return {key: entries[:MAX_CREDITS] for key, entries in content.items() if entries}
+
+
+def _make_citation(reference: Mapping[Any, Any]) -> dict[str, str]:
+    """Return an entry of the key `cite`, without a DOI or an address that is not valid."""
+    doi = re.sub(r"^https?://(dx\.)?doi\.org/", "", _clean(reference.get("doi")))
+    url = _clean(reference.get("url"))
+    citation = {"text": _clean(reference.get("text")) or doi or url}
+    if re.fullmatch(DOI_PATTERN, doi):
+        citation["doi"] = doi
+    if re.fullmatch(URL_PATTERN, url):
+        citation["url"] = url
+    return citation
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _clean(value: Any) -> str:
+    """Return the printable text of a value in one line; "" if the value is not a string or a number."""
+    if not isinstance(value, str | int | float):
+        return ""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\s]+", " ", str(value)).strip()[:MAX_CREDIT_LENGTH]
 
 
 @contextmanager

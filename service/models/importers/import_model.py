@@ -28,7 +28,7 @@ from service.models.importers.draft import MAX_PACKAGE_BYTES, Draft, PackageTest
 from service.models.importers.monai import bundle
 from service.models.importers.programs import cellpose, nnunet, panseg_export, plantseg, stardist
 from service.models.loader import load_network
-from service.models.repository import MODEL_FILE_NAME, read_spec
+from service.models.repository import MODEL_FILE_NAME, PICTURE_FILE, read_spec
 from service.models.spec import Architecture, ModelSpec
 
 # Maximum difference from the expected output of a test, relative to the largest absolute value in the expected output,
@@ -135,6 +135,8 @@ def _write_model_folder(
         content["weights"] = weights | _read_output(overrides)
         yaml_text = yaml.safe_dump({"format": 1, **content}, sort_keys=False, allow_unicode=True)
         (folder / MODEL_FILE_NAME).write_text(yaml_text, encoding="utf-8")
+        if draft.picture is not None:
+            shutil.copyfile(draft.picture, folder / PICTURE_FILE)
         notes = _check_and_document(draft, folder, prepare, [*override_notes, *weights_notes])
         folder.rename(target)
     return ImportResult(read_spec(target), notes)

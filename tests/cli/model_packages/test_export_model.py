@@ -51,7 +51,6 @@ def test_existing_file_is_replaced_only_with_force(run_export: Run, tmp_path: Pa
         ("x.bin", (), "the suffix of .*x.bin is '.bin'; expected .zip, .onnx, .pt2."),
         ("x.onnx", ("--format", "pt2"), "the suffix of .*x.onnx is '.onnx'; expected .pt2."),
         ("missing/x.onnx", (), "the folder .*missing does not exist"),
-        ("x.onnx", ("--author", "A. Tester"), "for bioimage.io packages"),
         ("x.zip", ("--author", "A/B"), "'A/B' is not a name without slashes"),
         ("x.zip", ("--cite", "Smith 2020"), "'Smith 2020' is not a DOI"),
     ],

@@ -11,6 +11,7 @@ from service.inference.diameter.advice import (
     find_diameter_correction,
     make_low_confidence_warning,
     make_no_objects_warning,
+    make_sheets_warning,
 )
 from service.inference.types import QualityWarning
 from service.models.spec import Calibration
@@ -100,3 +101,19 @@ def test_warnings_give_a_reason_why_no_object_was_found() -> None:
         assert reason in warning.detail
     assert [warning.suggestion for warning in warnings.values()] == ["", "", "model=membranes", "diameter=4px", ""]
     assert make_no_objects_warning(Evidence([SHELLS], None, None), None).suggestion == ""
+
+
+def test_diameter_of_most_objects_is_suggested_if_nothing_else_helps() -> None:
+    found_diameter = Diameter((6.0, 15.0, 15.0), "px")
+    assert get_suggestion(found_diameter=found_diameter) == "diameter=6,15,15px"
+    assert get_suggestion(found_diameter=found_diameter, is_diameter_given=True) == "diameter=6,15,15px"
+    assert get_suggestion(found_diameter=found_diameter, likely_diameter=SMALL_DIAMETER) == "diameter=4px"
+    assert get_suggestion(found_diameter=found_diameter, num_clear_objects=9) == "min_confidence=0.8"
+
+
+def test_membranes_cause_a_warning_at_moderate_confidence() -> None:
+    warning = make_sheets_warning(0.7, Evidence([SHELLS], None, USED_DIAMETER), CALIBRATION)
+    assert warning is not None
+    assert (warning.confidence, warning.suggestion) == (0.7, "model=membranes")
+    with_blobs = CALIBRATION.model_copy(update={"blobs": "nuclei"})
+    assert make_sheets_warning(0.7, Evidence([BALLS], None, USED_DIAMETER), with_blobs) is None

@@ -8,6 +8,7 @@ from service.inference.diameter.confidence import (
     calibrate_objects,
     compute_typical_diameter,
     count_clear_objects,
+    find_smaller_diameter,
     predict_confidence,
 )
 from service.models.spec import Calibration, ModelSpec
@@ -80,3 +81,15 @@ def test_the_calibrated_confidence_of_a_result_is_the_expected_f1(random_nuclei:
     assert (
         assess_objects(calibrate_objects(make_objects([], 0.9, 0.9), spec), spec, lambda: evidence).confidence is None
     )
+
+
+def test_smaller_diameter_of_most_objects_is_found() -> None:
+    sparse_cells = Objects.concatenate([make_objects(12 * [5.5], 0.9, 0.8), make_objects([60, 80], 0.9, 0.8)])
+    diameter = find_smaller_diameter(sparse_cells, 20.0, (20.0, 50.0, 50.0))
+    assert diameter is not None
+    assert diameter.lengths == pytest.approx((5.5, 13.75, 13.75), rel=0.02)
+    assert find_smaller_diameter(sparse_cells, 20.0, None) is None
+    # The stack would be enlarged 4 times along each axis.
+    assert find_smaller_diameter(sparse_cells, 20.0, (18.0, 18.0, 18.0)) is None
+    assert find_smaller_diameter(make_objects(5 * [5.5], 0.9, 0.8), 20.0, (20.0, 50.0, 50.0)) is None
+    assert find_smaller_diameter(make_objects(20 * [16], 0.9, 0.8), 20.0, (20.0, 50.0, 50.0)) is None

@@ -26,22 +26,19 @@ from service.core.errors import UnsupportedPackage
 from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.preprocessing.resample import prepare_tensor
-from service.models.exporters.bioimageio import Credits
 from service.models.exporters.export_model import ExportRequest, export_model
 from service.models.loader import load_network
 from service.models.repository import read_spec
-from service.models.spec import ModelSpec
+from service.models.spec import Citation, ModelSpec
 
 BIOIMAGEIO_PYTHON = os.environ.get("BIOIMAGEIO_PYTHON")
 SCRIPT = ROOT / "scripts" / "fixtures" / "bioimageio_core.py"
-CREDITS = Credits(("A. Tester",), ("10.1234/fake",))
+CREDITS = {"authors": ("A. Tester",), "cite": (Citation(text="Fake", doi="10.1234/fake"), Citation(text="Thesis"))}
 
 
-def export(
-    spec: ModelSpec, path: Path, sample: Volume | None = None, credits_: Credits = CREDITS
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+def export(spec: ModelSpec, path: Path, sample: Volume | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Write a package. Return its description and the notes."""
-    notes = export_model(spec, ExportRequest(path, "bioimageio", sample, credits_), prepare_tensor)
+    notes = export_model(spec, ExportRequest(path, "bioimageio", sample), prepare_tensor)
     with zipfile.ZipFile(path) as archive:
         return yaml.safe_load(archive.read("rdf.yaml")), notes
 
@@ -65,15 +62,17 @@ def unpack_and_change(path: Path, change: Callable[[dict[str, Any]], object]) ->
 
 
 def test_package_is_valid_and_complete(bands: ModelSpec, tmp_path: Path) -> None:
-    description, notes = export(bands, tmp_path / "bands.zip")
+    description, notes = export(bands.model_copy(update=CREDITS), tmp_path / "bands.zip")
     assert_is_valid(tmp_path / "bands.zip")
     assert (description["license"], description["version"]) == ("Apache-2.0", "1")
     assert description["authors"] == [{"name": "A. Tester"}]
-    assert description["cite"] == [{"text": "https://doi.org/10.1234/fake", "doi": "10.1234/fake"}]
+    assert description["cite"] == [{"text": "Fake", "doi": "10.1234/fake"}]
     channels = [description[side][0]["axes"][1]["channel_names"] for side in ("inputs", "outputs")]
     assert channels == [["signal"], ["background", "dim", "bright"]]
     assert [axis["size"] for axis in description["inputs"][0]["axes"][2:]] == [16, 32, 32]
     assert not any("--author" in note for note in notes)
+    restored = import_model(tmp_path / "bands.zip", tmp_path / "models", {}).spec
+    assert (restored.authors, restored.cite) == (CREDITS["authors"], CREDITS["cite"][:1])
 
 
 def test_bundled_model_is_exported_with_its_card(tmp_path: Path) -> None:
@@ -81,9 +80,10 @@ def test_bundled_model_is_exported_with_its_card(tmp_path: Path) -> None:
     assert spec.sample is not None
     sample = stack_reader.read(spec.folder / spec.sample.input, Selection(), 2**30)
     path = tmp_path / "tissue.zip"
-    description, notes = export(spec, path, sample, Credits())
+    description, notes = export(spec, path, sample)
     assert_is_valid(path)
-    assert any("use --author, --cite" in note for note in notes)
+    assert any("use --cite." in note for note in notes)
+    assert description["authors"] == [{"name": "StackSeg maintainers"}]
     assert description["inputs"][0]["axes"][2] == {
         "type": "space",
         "id": "z",

@@ -20,6 +20,8 @@ from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.types import Volume
+from service.models.repository import PICTURE_FILE
+from service.models.spec import Citation
 
 NETWORK = {
     "spatial_dims": 3,
@@ -179,6 +181,8 @@ def test_package_is_imported_and_checked_with_its_own_tests(
     assert_is_valid(folder)
     spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
+    assert (spec.authors, spec.cite) == (("A. Tester",), (Citation(text="None", doi="10.1234/fake"),))
+    assert (spec.folder / PICTURE_FILE).read_bytes() == PNG
     assert any("was reproduced with" in note for note in notes)
     result = segment_volume(spec, Volume.from_array(phantom.image[None])).segmentation
     # The network was trained with a different normalization, so the labels are not compared with the true classes.
@@ -205,6 +209,20 @@ def test_package_with_onnx_weights_is_imported(
     volume = Volume.from_array(phantom.image[None])
     result, expected = (segment_volume(model, volume).segmentation.pixels for model in (spec, reference_spec))
     assert np.mean(result == expected) > 0.9999
+
+
+def test_odd_credits_and_covers_do_not_prevent_an_import(package: Path, tmp_path: Path) -> None:
+    authors = [{"name": "A\nTester"}, {"affiliation": "Nowhere"}, "B. Tester", 3.5, {"name": ["C"]}]
+    cite = [{"text": "One", "doi": "https://doi.org/10.1234/one", "url": "javascript:alert(1)"}, {"doi": "none"}, None]
+    odd = {
+        "authors": authors,
+        "cite": cite,
+        "covers": ["../../secret.png", "https://example.org/a.png", "README.md", 7],
+    }
+    spec = import_model(change_description(package, lambda rdf: rdf.update(odd)), tmp_path / "models", {}).spec
+    assert spec.authors == ("A Tester", "B. Tester", "3.5")
+    assert spec.cite == (Citation(text="One", doi="10.1234/one"), Citation(text="none"))
+    assert not (spec.folder / PICTURE_FILE).exists()
 
 
 def test_zipped_package_is_imported_like_a_folder(package: Path, tmp_path: Path) -> None:

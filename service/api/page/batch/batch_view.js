@@ -4,18 +4,23 @@ import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
+import { formatLengths } from "../core/terminology.js";
+import { openGallery } from "../gallery/gallery.js";
 import { SettingsView } from "../stack/settings_view.js";
 import { saveArchive, saveReport, saveTable } from "./batch_results.js";
 import { selectChosenFiles } from "./collect_files.js";
 import { getPhase, isPending } from "./entries.js";
 import { openEntryDialog } from "./entry_dialog.js";
 import { EntryRow } from "./entry_row.js";
+import { findSharedDiameter } from "./shared_diameter.js";
 import { SharedMetadataControls } from "./shared_metadata.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
 /** @typedef {import("./entries.js").Entry} Entry */
 
 const ENDED_PHASES = ["done", "failed", "cancelled", "expired", "gone", "problem"];
+const DIAMETER_ADVICE =
+  "The object diameter was estimated for each stack. To treat all stacks alike, use one diameter, and segment them again.";
 const FAILED_PHASES = ["failed", "expired", "gone", "problem"];
 
 /** Show a batch until the signal is aborted. The batch continues afterwards. */
@@ -40,6 +45,7 @@ export class BatchView {
     this.settings.restore({ ...batch.parameters });
     this.settings.addEventListener("change", () => batch.setParameters(this.settings.parameters));
     this.settings.addEventListener("run", () => batch.run());
+    this.settings.addEventListener("gallery", () => openGallery(this.models, null));
     this.sharedControls = new SharedMetadataControls(this.settings.metadata.root, batch, this.models);
     this.settings.metadata.root.classList.add("controls");
     this.summaryText = element("p", { class: "big", role: "status" });
@@ -47,6 +53,8 @@ export class BatchView {
     this.cancelButton = button("Cancel all", () => batch.cancelAll(), "secondary");
     this.resultButtons = element("div", { class: "row" });
     this.exportText = element("p", { class: "muted small", role: "status" });
+    this.diameterAdvice = element("div", { class: "row" });
+    this.sharedDiameter = "";
     this.list = element("ul", { class: "batch-list", "aria-label": "Stacks" });
     this.skippedRoot = element("div");
     /** @type {Map<Entry, EntryRow>} */
@@ -62,6 +70,7 @@ export class BatchView {
         this.progressBar,
         this.resultButtons,
         this.exportText,
+        this.diameterAdvice,
       ),
       this.list,
       this.skippedRoot,
@@ -142,7 +151,28 @@ export class BatchView {
     this.sharedControls.update();
     this.#updateSummary();
     this.#updateSkipped();
+    this.#updateDiameterAdvice();
     this.#updateRunBox();
+  }
+
+  /** Offer one object diameter for all stacks, so that their results can be compared. */
+  #updateDiameterAdvice() {
+    const { batch, settings } = this;
+    const diameter = batch.stacks.some(isPending) ? "" : findSharedDiameter(batch.stacks);
+    if (diameter === this.sharedDiameter) return;
+    this.sharedDiameter = diameter;
+    redraw(this.diameterAdvice, () => [
+      diameter !== "" && element("p", { class: "muted small" }, DIAMETER_ADVICE),
+      diameter !== "" &&
+        button(
+          `Use the median for all stacks: ${formatLengths(diameter)}`,
+          () => {
+            settings.restore({ ...batch.parameters, diameter });
+            batch.setParameters(settings.parameters);
+          },
+          "secondary",
+        ),
+    ]);
   }
 
   #updateSummary() {

@@ -25,9 +25,9 @@ const SUGGESTION_PATTERN = / Try “[^”]*”( to keep only these)?\./;
 /**
  * Create the list of warnings, advice and notes.
  * @param {Job} job @param {Job[]} results all results of the stack
- * @param {SegmentWith | null} segmentWith null if the stack is no longer stored
+ * @param {SegmentWith | null} segmentWith null if the stack is no longer stored @param {() => void} compareModels
  */
-export function createNotes(job, results, segmentWith) {
+export function createNotes(job, results, segmentWith, compareModels) {
   const warning = job.doubt ? toPageTerms(String(job.doubt.detail)) : "";
   const trackingNote = job.time_points && !job.parameters.link && job.objects !== null ? [NOT_TRACKED_NOTE] : [];
   const notes = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
@@ -38,6 +38,7 @@ export function createNotes(job, results, segmentWith) {
     { class: "notes", "aria-label": "Notes about this result" },
     betterResult && createRecommendation(job, betterResult),
     warning && createWarning(job, warning, results, segmentWith),
+    warning && segmentWith && !hasUntriedSuggestion(job, results) && createComparisonAdvice(compareModels),
     ...(notes.length > MAX_EXPANDED_NOTES
       ? [
           element(
@@ -92,6 +93,22 @@ function createWarning(job, warning, results, segmentWith) {
       button(`Try ${describeSetting(suggestion.parameter, suggestion.value)}`, () =>
         segmentWith({ [suggestion.parameter]: suggestion.value }),
       ),
+  );
+}
+
+/** @param {Job} job @param {Job[]} results */
+function hasUntriedSuggestion(job, results) {
+  const suggestion = getSuggestion(job);
+  return suggestion !== null && !findTriedResult(job, suggestion, results);
+}
+
+/** Advise to try the other models if no suggestion is left. @param {() => void} compareModels */
+function createComparisonAdvice(compareModels) {
+  return element(
+    "li",
+    { class: "advice" },
+    element("p", {}, "Another model may find these objects. Try all models on a part of the stack."),
+    button("Compare the models", compareModels, "secondary"),
   );
 }
 

@@ -27,11 +27,11 @@ const WITHOUT_CORRECTIONS_NOTE =
  * @param {{job: Job, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
  * @param {import("../volumes/object_table.js").Table | null} table
  * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal, results: Job[],
- *   segmentWith: (changes: Record<string, string>) => Promise<void>, timeNavigation: TimeNavigation}} context
+ *   segmentWith: (changes: Record<string, string>) => Promise<void>, compareModels: () => void, timeNavigation: TimeNavigation}} context
  *   `signal` ends the link to the views; `results` are all results of the stack; `segmentWith` segments the stack again with changed parameters
  */
 export function showResult(root, result, table, context) {
-  const { viewer, capabilities, signal, results, segmentWith, timeNavigation } = context;
+  const { viewer, capabilities, signal, results, segmentWith, compareModels, timeNavigation } = context;
   const { job, stack, name } = result;
   const objectsView = table && new ObjectsView(table);
   const countText =
@@ -98,7 +98,7 @@ export function showResult(root, result, table, context) {
       resultSwitcher.root,
       summary,
       createJobDescription(job),
-      createNotes(job, results, stack ? segmentWith : null),
+      createNotes(job, results, stack ? segmentWith : null, compareModels),
       ...tabElements,
     ),
   );

@@ -5,6 +5,7 @@ import { byId } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
+import { openGallery } from "../gallery/gallery.js";
 import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
 import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
@@ -81,6 +82,7 @@ export class Session {
       this.inspectLater();
     });
     settings.addEventListener("run", () => this.submitJob());
+    settings.addEventListener("gallery", () => openGallery(this.service.models, this));
     viewer.addEventListener("diameter", (event) =>
       settings.setDiameter(/** @type {CustomEvent<number>} */ (event).detail),
     );
@@ -313,6 +315,39 @@ export class Session {
     }
   }
 
+  /** Segment the stack with changed settings. A diameter of nuclei says nothing about cells, so another model does not use it unless `changes` contain it. @param {Record<string, string>} changes */
+  async segmentWith(changes) {
+    const { settings } = this;
+    const isOtherModel = changes.model !== undefined && changes.model !== settings.parameters.model;
+    settings.restore({ ...settings.parameters, ...(isOtherModel ? { diameter: "" } : {}), ...changes });
+    await this.inspect();
+    await this.submitJob();
+  }
+
+  /** Whether the stack can be segmented, so that models can be tried on a part of it. */
+  get canTryModels() {
+    return this.inspection !== null && !this.settings.isStackMissing;
+  }
+
+  /** The stack of which models are tried on a part, and the voxel under the crosshair, at full resolution. @returns {import("../gallery/trial.js").Source} */
+  get trialSource() {
+    if (this.inspection === null) throw new Error("The stack was not inspected.");
+    const { stackId, name, settings, timeSlider, viewer } = this;
+    const { file } = this.inspection;
+    const { image, position } = viewer.scene.state;
+    const center = image
+      ? position.map((index, axis) => index * image.step[axis])
+      : file.shape.slice(1).map((length) => length >> 1);
+    return {
+      stack: stackId,
+      name,
+      file,
+      parameters: settings.parameters,
+      time: timeSlider.time,
+      center: /** @type {Triple} */ (center),
+    };
+  }
+
   /** Create a job with the current settings, and add it to the recent jobs. @returns {Promise<Job>} */
   async #createJob() {
     const { settings, stackId, name } = this;
@@ -389,11 +424,6 @@ export class Session {
     ]);
     await this.#showLabels(job);
     viewer.fetchStatus.textContent = "";
-    const segmentWith = async (/** @type {Record<string, string>} */ changes) => {
-      this.settings.restore({ ...this.settings.parameters, ...changes });
-      await this.inspect();
-      await this.submitJob();
-    };
     const timeNavigation = {
       getTimePoint: () => this.timeSlider.time,
       goToTimePoint: (/** @type {number} */ time) => this.goToTimePoint(time),
@@ -405,7 +435,8 @@ export class Session {
       capabilities,
       signal,
       results,
-      segmentWith,
+      segmentWith: (changes) => this.segmentWith(changes),
+      compareModels: () => openGallery(this.service.models, this),
       timeNavigation,
     });
     viewer.drawNow();

@@ -2,7 +2,6 @@
 
 import { button, element, field } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
-import { request } from "../core/requests.js";
 import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
@@ -51,7 +50,7 @@ const ADVANCED_OPTIONS = [
 const TEMPORARY_JOBS_NOTE =
   "This service deletes stacks and results when it stops or restarts. Export the results that you need.";
 
-/** Panel that dispatches `change` when a setting has changed, and `run` when the user presses Segment. */
+/** Panel that dispatches `change` when a setting has changed, `run` when the user presses Segment, and `gallery` when the user wants to compare the models. */
 export class SettingsView extends EventTarget {
   /**
    * @param {HTMLElement} root
@@ -110,7 +109,7 @@ export class SettingsView extends EventTarget {
 
   #createSettings() {
     this.modelSummary = element("p", { class: "muted small" });
-    this.exampleImage = element("img", { class: "example", alt: "", hidden: true });
+    this.galleryButton = button("Compare the models", () => this.dispatchEvent(new Event("gallery")), "link");
     this.modelSelect = element(
       "select",
       { onchange: () => this.#changeParameters({ model: this.modelSelect?.value ?? "" }) },
@@ -139,7 +138,7 @@ export class SettingsView extends EventTarget {
       "div",
       {},
       field("Model", this.modelSelect, this.modelSummary),
-      this.exampleImage,
+      this.galleryButton,
       field("Object diameter", element("div", { class: "row tight" }, this.diameterSelect, this.diameterInput)),
       element(
         "details",
@@ -234,7 +233,6 @@ export class SettingsView extends EventTarget {
     this.metadata.show(file, this.parameters, needsScene);
     const model = this.models.find((candidate) => candidate.name === this.parameters.model);
     if (this.modelSummary) this.modelSummary.textContent = model?.summary ?? "";
-    this.#showExample(model);
     const { estimate } = inspection;
     this.runButton.disabled = inspection.problem !== null;
     this.estimateText.classList.toggle("warning-text", inspection.problem !== null);
@@ -257,25 +255,6 @@ export class SettingsView extends EventTarget {
     const isAnswerable =
       this.metadata.askForIncompleteStack(problem) || this.metadata.askForAxes(problem, this.parameters);
     if (!this.inspection) this.settings.hidden = !isAnswerable;
-  }
-
-  /** Show an example of the objects that a model segments. @param {Model | undefined} model */
-  async #showExample(model) {
-    const { exampleImage } = this;
-    if (!exampleImage || exampleImage.dataset.model === model?.name) return;
-    exampleImage.dataset.model = model?.name ?? "";
-    exampleImage.hidden = true;
-    if (!model?.picture) return;
-    // Fetch the picture by script, because an image element cannot send the API key.
-    const picture = await request(model.picture.slice(1)).then(
-      (response) => response.blob(),
-      () => null,
-    );
-    if (!picture || exampleImage.dataset.model !== model.name) return;
-    URL.revokeObjectURL(exampleImage.src);
-    exampleImage.src = URL.createObjectURL(picture);
-    exampleImage.alt = `Example of objects segmented with ${model.name}`;
-    exampleImage.hidden = false;
   }
 }
 

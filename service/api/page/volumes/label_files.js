@@ -1,4 +1,4 @@
-/** Functions that encode labels as NumPy and OME-TIFF files. */
+/** Functions that encode labels as NumPy files, encode labels and images as OME-TIFF files, and decode NumPy files. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("openapi").VoxelSize} VoxelSize */
@@ -15,6 +15,19 @@ export function encodeNpy({ data, shape }) {
   return new Blob([headerBytes, viewBytes(data)], { type: "application/x-npy" });
 }
 
+const NPY_TYPES = { "|u1": Uint8Array, "<u2": Uint16Array, "<u4": Uint32Array };
+
+/** Decode the labels of an NPY file that the service sent. @param {ArrayBuffer} file @returns {Uint8Array | Uint16Array | Uint32Array} */
+export function decodeNpy(file) {
+  const headerBytes = new DataView(file).getUint16(8, true);
+  const header = new TextDecoder().decode(new Uint8Array(file, 10, headerBytes));
+  const type = /'descr': '([^']+)'/.exec(header)?.[1];
+  const ArrayType = NPY_TYPES[/** @type {keyof typeof NPY_TYPES} */ (type)];
+  if (ArrayType === undefined) throw new Error(`The service sent labels of the type ${type}.`);
+  // Copy the pixels, because a typed array must start at a multiple of its item size.
+  return new ArrayType(file.slice(10 + headerBytes));
+}
+
 /** Compress a blob. @param {Blob} blob @returns {Promise<Blob>} */
 export function gzip(blob) {
   return new Response(blob.stream().pipeThrough(new CompressionStream("gzip"))).blob();
@@ -26,16 +39,23 @@ const OME_NAMESPACE = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "20
 const TYPE_ASCII = 2;
 const TYPE_SHORT = 3;
 const TYPE_LONG = 4;
+/** TIFF sample formats by kind of pixels. */
+const SAMPLE_FORMATS = { uint: 1, int: 2, float: 3 };
 
 /**
- * Encode labels as an uncompressed OME-TIFF with one page per plane.
- * @param {Volume} labels of unsigned integers @param {VoxelSize | null} voxelSize @returns {Blob}
+ * Encode labels or an image as an uncompressed OME-TIFF with one page per plane.
+ * @param {Pick<Volume, "data" | "shape">} volume one after another, the channels of the shape `[Z, Y, X]` @param {VoxelSize | null} voxelSize
+ * @param {string} [name] of the image @param {string[]} [channelNames]
+ * @returns {Blob}
  */
-export function encodeTiff({ data, shape }, voxelSize) {
-  const [depth, height, width] = shape;
+export function encodeTiff({ data, shape }, voxelSize, name = "labels", channelNames = [name]) {
+  const [planesPerChannel, height, width] = shape;
+  const depth = planesPerChannel * channelNames.length;
   const bytesPerVoxel = data.BYTES_PER_ELEMENT;
   const planeBytes = height * width * bytesPerVoxel;
-  const description = new TextEncoder().encode(`${createOmeXml(shape, bytesPerVoxel, voxelSize)}\0`);
+  const description = new TextEncoder().encode(
+    `${createOmeXml(shape, getPixelType(data), voxelSize, name, channelNames)}\0`,
+  );
   const entryCount = 11;
   const directoryBytes = 2 + 12 * entryCount + 4;
   const descriptionOffset = 8;
@@ -60,7 +80,7 @@ export function encodeTiff({ data, shape }, voxelSize) {
       [277, TYPE_SHORT, 1, 1],
       [278, TYPE_LONG, 1, height],
       [279, TYPE_LONG, 1, planeBytes],
-      [339, TYPE_SHORT, 1, 1],
+      [339, TYPE_SHORT, 1, SAMPLE_FORMATS[getPixelKind(data)]],
     ]) {
       header.setUint16(offset, tag, true);
       header.setUint16(offset + 2, type, true);
@@ -73,15 +93,35 @@ export function encodeTiff({ data, shape }, voxelSize) {
   return new Blob([header.buffer, viewBytes(data)], { type: "image/tiff" });
 }
 
-/** @param {import("./planes.js").Triple} shape @param {number} bytesPerVoxel @param {VoxelSize | null} voxelSize */
-function createOmeXml([depth, height, width], bytesPerVoxel, voxelSize) {
+/** @param {Volume["data"]} data */
+function getPixelKind(data) {
+  if (data instanceof Float32Array) return "float";
+  return data instanceof Int8Array || data instanceof Int16Array || data instanceof Int32Array ? "int" : "uint";
+}
+
+/** @param {Volume["data"]} data @returns {string} type of the pixels in OME-XML */
+function getPixelType(data) {
+  const kind = getPixelKind(data);
+  return kind === "float" ? kind : `${kind}${8 * data.BYTES_PER_ELEMENT}`;
+}
+
+/** @param {string} text @returns {string} text of an attribute, without the characters that XML does not allow */
+function escapeXml(text) {
+  return text.replace(/[^ -~\u00a0-\ud7ff]/g, "").replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
+}
+
+/** @param {import("./planes.js").Triple} shape @param {string} pixelType @param {VoxelSize | null} voxelSize @param {string} name @param {string[]} channelNames */
+function createOmeXml([depth, height, width], pixelType, voxelSize, name, channelNames) {
+  const channels = channelNames.map(
+    (channel, index) => `<Channel ID="Channel:0:${index}" Name="${escapeXml(channel)}" SamplesPerPixel="1"/>`,
+  );
   const sizeAttributes = voxelSize
     ? ["X", "Y", "Z"].map((axis) => {
         const length = voxelSize[/** @type {keyof VoxelSize} */ (axis.toLowerCase())];
         return ` PhysicalSize${axis}="${length}" PhysicalSize${axis}Unit="µm"`;
       })
     : [];
-  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="labels"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="uint${8 * bytesPerVoxel}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="1" SizeT="1"${sizeAttributes.join("")}><Channel ID="Channel:0:0" Name="labels" SamplesPerPixel="1"/><TiffData/></Pixels></Image></OME>`;
+  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="${escapeXml(name)}"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="${pixelType}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="${channelNames.length}" SizeT="1"${sizeAttributes.join("")}>${channels.join("")}<TiffData/></Pixels></Image></OME>`;
 }
 
 /** @param {Volume["data"]} data @returns {Uint8Array<ArrayBuffer>} */

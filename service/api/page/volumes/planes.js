@@ -83,7 +83,7 @@ function choosePlaneStep(fullShape, axis) {
  * @param {string} url @param {Record<string, unknown>} query @param {AbortSignal} signal
  * @returns {Promise<{data: PixelArray, volumeShape: Triple}>} volumeShape: shape of the volume that contains the planes
  */
-async function requestPlanes(url, query, signal) {
+export async function requestPlanes(url, query, signal) {
   for (;;) {
     try {
       const response = await request(`${url}?${buildQuery(query)}`, { signal });

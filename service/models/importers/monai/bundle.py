@@ -21,6 +21,7 @@ from service.models.importers.draft import (
     check_channel_count,
     collect_problem,
     find_file,
+    read_credits,
     read_mapping,
 )
 from service.models.importers.monai.arguments import check_arguments, check_dtypes, is_enabled, is_positive_number
@@ -66,6 +67,7 @@ def read(root: Path) -> Draft:
         "summary": metadata.get_string("description", "A MONAI bundle."),
         "licence": metadata.get_string("copyright", "Not stated."),
         "training_data": metadata.get_string("data_source", "Not stated."),
+        **read_credits(metadata.get("authors"), metadata.get("references")),
         "outputs": [],
     }
     problems: dict[str, str] = {}

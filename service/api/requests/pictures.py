@@ -1,0 +1,74 @@
+"""Pictures of one plane of a stack, or of a stack with the outlines of its labels, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from service.core.errors import RateLimited
+from service.core.types import Array, Volume
+from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
+from service.serving.runtime import Runtime
+from service.serving.storage.threads import run_in_thread
+
+# Maximum number of pixels along each edge of a picture. Larger planes are subsampled.
+MAX_EDGE_PIXELS = 768
+# Planes are enlarged by a whole factor up to this size, because small pictures hide details.
+TARGET_EDGE_PIXELS = 512
+# Number of bytes per pixel while a picture is drawn: pixels in float32, borders, RGB and the encoded file.
+DRAWING_BYTES = 24
+
+
+class PlaneView(NamedTuple):
+    """A plane and how it is shown: index, number of planes, step between the pixels, and factor of enlargement."""
+
+    z: int
+    plane_count: int
+    step: int
+    factor: int
+
+    def describe(self) -> str:
+        """Return a sentence that describes the plane and its scale."""
+        scale = ""
+        if self.step > 1:
+            scale = f", every {self.step} pixels along Y and X"
+        elif self.factor > 1:
+            scale = f", enlarged {self.factor} times"
+        return f"Plane {self.z} of planes 0 to {self.plane_count - 1} along Z{scale}."
+
+
+def choose_view(volume: Volume, plane: int | None = None) -> PlaneView:
+    """Choose the scale at which a plane is shown. `plane` is None for the middle plane."""
+    count, height, width = volume.shape[1:]
+    edge = max(height, width)
+    z = count // 2 if plane is None else plane
+    return PlaneView(z, count, -(-edge // MAX_EDGE_PIXELS), max(TARGET_EDGE_PIXELS // edge, 1))
+
+
+async def draw_view(
+    runtime: Runtime, client: str, volumes: Sequence[Volume], view: PlaneView, draw_planes: Callable[..., bytes]
+) -> bytes:
+    """Read a plane of each volume, and draw the planes with `draw_planes`, in a thread. Return a PNG file.
+
+    Raises BadParameter if the plane is outside the volume, and RateLimited if other requests of the client use up its
+    share of the memory.
+    """
+    plane_range = PlaneRange(view.z, view.z + 1, (1, view.step, view.step))
+    selections = [PlaneSelection.select(volume, plane_range) for volume in volumes]
+    nbytes = DRAWING_BYTES * MAX_EDGE_PIXELS**2
+    if not PLANE_MEMORY_BUDGET.reserve(client, nbytes):
+        raise RateLimited("Too many pictures are being drawn at the moment. Try again in a second.", 1)
+
+    def read_and_draw() -> bytes:
+        try:
+            return draw_planes(*(_enlarge(selection.read()[0], view.factor) for selection in selections))
+        finally:
+            PLANE_MEMORY_BUDGET.release(client, nbytes)
+
+    return await run_in_thread(read_and_draw, runtime.plane_threads.for_client(client))
+
+
+def _enlarge(plane: Array, factor: int) -> Array:
+    return np.repeat(np.repeat(plane, factor, axis=0), factor, axis=1)
