@@ -96,6 +96,9 @@ class AnnotationQuery(BaseModel):
     axes: Annotated[
         str | None, Field(max_length=16, description="Axes, as for `/segment`. Default: the axes of the job.")
     ] = None
+    allow_incomplete: Annotated[
+        bool | None, Field(description="Use stacks with missing planes, as for `/segment`. Default: as in the job.")
+    ] = None
     voxel_size: Annotated[
         str | None,
         Field(max_length=64, description="Voxel size, as for `/segment`. Default: the voxel size of the job."),
