@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from live import LabelTiff, LiveServer, as_tiff
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
-SHAPE = (24, 80, 80)
+MEASURE_STROKES = (Path(__file__).parent / "stroke_speed.js").read_text(encoding="utf-8")
+MAX_FRAME_MILLISECONDS = 16
 # Two voxels that are far enough apart for strokes with the initial size of the brush.
 FIRST, SECOND = (8, 30, 30), (8, 60, 50)
 
@@ -262,3 +264,12 @@ def test_objects_are_deleted_by_size_and_confidence(nuclei: LiveServer, stack: s
     expect(delete).to_have_text(re.compile(f"Delete {len(doubtful)} objects?"))
     delete.click()
     assert np.array_equal(export_labels(page), np.where(np.isin(labels, doubtful), 0, labels))
+
+
+def test_strokes_and_undo_are_drawn_within_a_frame(nuclei: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(nuclei)
+    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
+    times = page.evaluate(MEASURE_STROKES)
+    print({name: f"{times[name]:.1f} ms" for name in ("stroke", "undo")})
+    assert times["edits"] == 5
+    assert max(times["stroke"], times["undo"]) < MAX_FRAME_MILLISECONDS
