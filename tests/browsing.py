@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from paths import ROOT
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 CHROMIUM_PATH = shutil.which("chromium")
 CHROMIUM_ARGUMENTS = ("--no-sandbox", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -42,6 +44,47 @@ def central_voxel(labels: NDArray[Any], label: int) -> tuple[int, int, int]:
     voxels = np.argwhere(labels == label)
     z, y, x = voxels[np.argmin(((voxels - voxels.mean(0)) ** 2).sum(1))]
     return int(z), int(y), int(x)
+
+
+def open_correct_tab(page: Page) -> None:
+    page.get_by_role("tab", name="Correct").click()
+    expect(page.get_by_role("button", name="Merge")).to_be_visible()
+
+
+def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
+    for axis, position in zip("zyx", voxel, strict=True):
+        page.get_by_label(f"Plane along {axis}").fill(str(position))
+
+
+def find_crosshair(page: Page) -> tuple[float, float]:
+    """Return the screen position of the crosshair in the XY view."""
+    view = page.locator(".view[data-axis=z]")
+    vertical, horizontal = view.locator(".crosshair.vertical"), view.locator(".crosshair.horizontal")
+    # The crosshair moves in the next frame.
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    vertical_box, horizontal_box = vertical.bounding_box(), horizontal.bounding_box()
+    assert vertical_box is not None
+    assert horizontal_box is not None
+    return vertical_box["x"] + vertical_box["width"] / 2, horizontal_box["y"] + horizontal_box["height"] / 2
+
+
+def drag(page: Page, path: list[tuple[float, float]]) -> None:
+    page.mouse.move(*path[0])
+    page.mouse.down()
+    for point in path[1:]:
+        page.mouse.move(*point)
+    page.mouse.up()
+
+
+def download(page: Page, button: str) -> bytes:
+    with page.expect_download() as download_info:
+        page.get_by_role("button", name=button, exact=True).click()
+    return Path(download_info.value.path()).read_bytes()
+
+
+def export_labels(page: Page) -> NDArray[Any]:
+    labels: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
+    return labels
 
 
 def check_accessibility(page: Page) -> None:

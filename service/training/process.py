@@ -26,8 +26,9 @@ from service.core.hardware import devices
 from service.core.hardware.devices import translate_error
 from service.formats.sandbox.confinement import TRAINING_LAYERS, confine
 from service.models.repository import read_spec
+from service.models.spec import ModelSpec
 from service.training.fine_tune import MAX_STEPS, FineTuningTask, ProgressCallback, fine_tune
-from service.training.stacks.annotated_stack import LabelOptions, StackFiles, read_stack
+from service.training.stacks.annotated_stack import AnnotatedStack, LabelOptions, StackFiles, read_stack
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +80,9 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
         raise OutOfStorage(DISK_FULL_MESSAGE)
     settings = override_settings(settings, "training", {"minutes": request["minutes"], "steps": MAX_STEPS})
     base = read_spec(Path(request["base"]))
-    target = request["target"]
-    has_diameter = base.input.diameter is not None and target in {None, "instances"}
-    options = LabelOptions(has_diameter=has_diameter, is_partial=bool(request["is_partial"]))
-    stacks = [read_stack(_parse_stack(stack), options) for stack in request["stacks"]]
-    keeps_worse = bool(request["keep_worse"])
-    task = FineTuningTask(base, Path(request["out"]), settings, report, target=target, keeps_worse=keeps_worse)
+    stacks, keeps_worse = read_stacks(request, base), bool(request["keep_worse"])
+    out, target = Path(request["out"]), request["target"]
+    task = FineTuningTask(base, out, settings, report, target=target, keeps_worse=keeps_worse)
     result = fine_tune(stacks, task)
     outcome = {"after": round(result.after.f1, 4), "better": result.is_better, "message": result.message}
     report({"done": outcome})
@@ -110,10 +108,23 @@ def _is_disk_full(request: dict[str, Any]) -> bool:
     return False
 
 
+def read_stacks(request: dict[str, Any], base: ModelSpec) -> list[AnnotatedStack]:
+    """Read the annotated stacks of a request. Raises the errors of `read_stack`."""
+    return [read_stack(_parse_stack(stack), _parse_options(stack, request, base)) for stack in request["stacks"]]
+
+
 def _parse_stack(stack: dict[str, Any]) -> StackFiles:
     region = stack["region"]
     region_slices = None if region is None else (slice(*region[0]), slice(*region[1]), slice(*region[2]))
     return StackFiles(stack["name"], Path(stack["image"]), Path(stack["labels"]), region_slices, stack["diameter"])
+
+
+def _parse_options(stack: dict[str, Any], request: dict[str, Any], base: ModelSpec) -> LabelOptions:
+    return LabelOptions(
+        has_diameter=base.input.diameter is not None and request["target"] in {None, "instances"},
+        ignored=stack["ignored"],
+        is_partial=bool(request["is_partial"] or stack["is_partial"]),
+    )
 
 
 def _exit_with_service() -> None:

@@ -34,11 +34,13 @@ async ([seed, steps]) => {
   const expectations = {
     merge: (before, after) => sumCounts(before) === sumCounts(after) && after.size === before.size - 1,
     split: (before, after) => sumCounts(before) === sumCounts(after) && after.size === before.size + 1,
-    delete: (before, after) => after.size === before.size - 1 && sumCounts(after) < sumCounts(before),
-    add: (before, after) => [...before].every(([id, voxels]) => after.get(id) === voxels || id === editor.sketch.id),
+    delete: (before, after) => after.size === before.size - deletedCount && sumCounts(after) < sumCounts(before),
+    add: (before, after) => [...before].every(([id, voxels]) => after.get(id) === voxels || id === (editor.sketch?.id ?? extendedId)),
     paint: (before, after) => sumCounts(after) >= sumCounts(before),
     erase: (before, after) => sumCounts(after) < sumCounts(before),
+    fill: (before, after) => sumCounts(after) > sumCounts(before) && after.size === before.size,
   };
+  let deletedCount = 0, extendedId = 0;
   const usedIds = new Set(countVoxels().keys());
   const corrections = {
     merge: ids => editor.merge(pick(ids), pick(ids)),
@@ -49,7 +51,16 @@ async ([seed, steps]) => {
       const id = pick(ids), voxels = listVoxels(id);
       return editor.split([id], [pick(voxels), pick(voxels)]);
     },
-    delete: ids => (ids.length > 4 ? editor.delete(pick(ids)) : null),
+    delete: ids => {
+      deletedCount = 1 + randomBelow(2);
+      return ids.length > 6 ? editor.delete(...ids.slice(-deletedCount)) : null;
+    },
+    fill: ids => editor.fillBetweenPlanes(ids, randomBelow(3)),
+    extend: ids => {
+      const axis = randomBelow(3);
+      extendedId = pick(ids);
+      return editor.extendWithOutline(extendedId, axis, randomBelow(shape[axis]), drawOutline());
+    },
     outline: () => {
       const sketch = editor.sketch?.kind === "add" ? editor.sketch : null, axis = sketch?.axis ?? randomBelow(3);
       return editor.addOutline(axis, randomBelow(shape[axis]), drawOutline(), sketch);

@@ -32,6 +32,17 @@ async () => {
       for (let k = 0; k < 4; k++) editor.stamp([30, 40 * n + 20 + k, 300], 8, { id, isErasing: false, axis: null, isOverwriting: true });
       return editor.commit("paint");
     },
+    "delete 100": n => editor.delete(...Array.from({ length: 100 }, (_, k) => 1000 + 100 * n + k)),
+    fill: n => {
+      const id = editor.reserveId();
+      for (const z of [3, 12]) editor.stamp([z, 50 * n + 20, 497], 5, { id, isErasing: false, axis: 0, isOverwriting: false });
+      return editor.fillBetweenPlanes([id], 1);
+    },
+    "fill all": n => {
+      const id = editor.reserveId();
+      for (const z of [19, 28]) editor.stamp([z, 50 * n + 20, 497], 5, { id, isErasing: false, axis: 0, isOverwriting: false });
+      return editor.fillBetweenPlanes([...editor.objects.keys()], 0);
+    },
     undo: () => editor.undo(),
   };
   const milliseconds = {};

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import tifffile
-from browsing import OpenPage, central_voxel, check_accessibility
+from browsing import (
+    OpenPage,
+    central_voxel,
+    check_accessibility,
+    download,
+    drag,
+    export_labels,
+    find_crosshair,
+    go_to,
+    open_correct_tab,
+)
 from live import LabelTiff, LiveServer, as_tiff
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
@@ -46,7 +56,9 @@ CORRECT_SUBSAMPLED = """async ([job, stack]) => {
     const { position, image, labels } = viewer.scene.state;
     return { position, step: image.step, labels: labels.shape };
   };
-  const view = new CorrectView({ job: { id: job, model: "nuclei/1" }, stack, name: "" }, viewer, 0, {}, signal);
+  const { ResultLabels } = await import("/page/correct/label_sources.js");
+  const labels = new ResultLabels({ job: { id: job, model: "nuclei/1" }, stack }, null);
+  const view = new CorrectView(labels, "", viewer, 0, {}, signal);
   const before = describeViews();
   await view.enter();
   const during = describeViews(), voxelSize = view.mode.editor.voxelSize;
@@ -94,32 +106,10 @@ def open_result(result: Result, open_page: OpenPage) -> Page:
     return page
 
 
-def open_correct_tab(page: Page) -> None:
-    page.get_by_role("tab", name="Correct").click()
-    expect(page.get_by_role("button", name="Merge")).to_be_visible()
-
-
 def open_corrections(result: Result, open_page: OpenPage) -> Page:
     page = open_result(result, open_page)
     open_correct_tab(page)
     return page
-
-
-def go_to(page: Page, voxel: tuple[int, int, int]) -> None:
-    for axis, position in zip("zyx", voxel, strict=True):
-        page.get_by_label(f"Plane along {axis}").fill(str(position))
-
-
-def find_crosshair(page: Page) -> tuple[float, float]:
-    """Return the screen position of the crosshair in the XY view."""
-    view = page.locator(".view[data-axis=z]")
-    vertical, horizontal = view.locator(".crosshair.vertical"), view.locator(".crosshair.horizontal")
-    # The crosshair moves in the next frame.
-    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    vertical_box, horizontal_box = vertical.bounding_box(), horizontal.bounding_box()
-    assert vertical_box is not None
-    assert horizontal_box is not None
-    return vertical_box["x"] + vertical_box["width"] / 2, horizontal_box["y"] + horizontal_box["height"] / 2
 
 
 def click_voxel(page: Page, voxel: tuple[int, int, int]) -> None:
@@ -127,23 +117,9 @@ def click_voxel(page: Page, voxel: tuple[int, int, int]) -> None:
     page.mouse.click(*find_crosshair(page))
 
 
-def drag(page: Page, path: list[tuple[float, float]]) -> None:
-    page.mouse.move(*path[0])
-    page.mouse.down()
-    for point in path[1:]:
-        page.mouse.move(*point)
-    page.mouse.up()
-
-
 def sort_ids_by_size(labels: NDArray[Any]) -> list[int]:
     """Return the ids of all objects, the largest object first."""
     return [int(label) for label in np.argsort(np.bincount(labels.ravel())[1:])[::-1] + 1]
-
-
-def download(page: Page, button: str) -> bytes:
-    with page.expect_download() as download_info:
-        page.get_by_role("button", name=button, exact=True).click()
-    return Path(download_info.value.path()).read_bytes()
 
 
 def read_table(content: bytes) -> dict[str, NDArray[np.float64]]:
@@ -152,11 +128,6 @@ def read_table(content: bytes) -> dict[str, NDArray[np.float64]]:
     assert {row.pop("unit") for row in rows} == {"um"}
     numbers = {"True": 1.0, "False": 0.0}
     return {name: np.array([float(numbers.get(row[name], row[name])) for row in rows]) for name in rows[0]}
-
-
-def export_labels(page: Page) -> NDArray[Any]:
-    labels: NDArray[Any] = np.load(io.BytesIO(download(page, "NumPy")))
-    return labels
 
 
 def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page: OpenPage) -> None:
@@ -222,15 +193,15 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     other_page = page.context.new_page()
     other_page.goto(page.url)
     other_page.get_by_role("tab", name="Correct").click()
-    expect(other_page.locator(".correct")).to_contain_text("being corrected in another tab")
+    expect(other_page.locator(".correct")).to_contain_text("being edited in another tab")
     other_page.get_by_role("button", name="Continue here").click()
     expect(other_page.locator(".hint")).to_contain_text("3 saved corrections were restored")
-    expect(page.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
+    expect(page.locator(".correct")).to_contain_text("You are now editing these labels in another tab")
     other_page.get_by_role("button", name="Undo").click()
     expect(other_page.locator(".correct")).to_contain_text("1 merged, 1 deleted")
     page.get_by_role("button", name="Continue here").click()
     expect(hint).to_contain_text("2 saved corrections were restored")
-    expect(other_page.locator(".correct")).to_contain_text("You are now correcting this result in another tab")
+    expect(other_page.locator(".correct")).to_contain_text("You are now editing these labels in another tab")
     other_page.close()
     assert np.array_equal(export_labels(page), expected)
 
@@ -313,9 +284,15 @@ def test_corrected_labels_are_saved_as_an_annotated_stack(result: Result, open_p
     page.get_by_role("button", name="Save as annotated stack").click()
     check_accessibility(page)
     dialog.get_by_label("Name").fill("Zellkörper 1")
-    dialog.get_by_label("I checked only part of the stack").check()
-    dialog.get_by_label("Planes, last").fill("20")
-    dialog.get_by_label("Rows, first").fill("11")
+    expect(dialog).to_contain_text("Every object is labeled in the whole stack")
+    dialog.get_by_role("button", name="Cancel").click()
+    page.get_by_label("A box").check()
+    for label, value in (("Planes, last", "20"), ("Rows, first", "11")):
+        page.get_by_label(label).fill(value)
+        page.get_by_label(label).blur()
+    page.get_by_role("button", name="Save as annotated stack").click()
+    expect(dialog).to_contain_text("Every object is labeled in the box x 1 to 80, y 11 to 80, z 1 to 20")
+    dialog.get_by_label("Name").fill("Zellkörper 1")
     dialog.get_by_role("button", name="Save").click()
     expect(page.locator(".hint")).to_contain_text("Saved as Zellkörper 1")
     page.get_by_role("button", name="Improve the model").click()
@@ -370,7 +347,7 @@ def test_corrections_remain_after_their_result_is_deleted(result: Result, open_p
     page.get_by_role("button", name="Save as annotated stack").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_role("button", name="Save").click()
-    expect(dialog).to_contain_text("Save the corrected labels as a file instead.")
+    expect(dialog).to_contain_text("Save the labels as a file instead.")
     dialog.get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="New stack").click()
     entry = page.locator(".recent-job")
@@ -466,7 +443,7 @@ def test_random_corrections_are_undone_redone_and_restored(nuclei: LiveServer, o
     for seed in range(3):
         outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
         assert outcome["failures"] == [], seed
-        assert outcome["kinds"] == ["add", "delete", "erase", "merge", "paint", "split"], seed
+        assert outcome["kinds"] == ["add", "delete", "erase", "fill", "merge", "paint", "split"], seed
 
 
 def test_corrections_of_a_large_stack_are_immediate(nuclei: LiveServer, open_page: OpenPage) -> None:
@@ -480,7 +457,7 @@ def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_
     assert outcome["before"] == outcome["after"] == {"position": [5, 10, 12], "step": [1, 2, 2], "labels": [24, 40, 40]}
     assert outcome["during"] == {"position": [5, 20, 24], "step": [1, 1, 1], "labels": [24, 80, 80]}
     assert outcome["voxelSize"] == [0.5, 0.2, 0.2]
-    assert outcome["pausedText"] == "The image was reloaded. Your corrections are saved.Continue correcting"
+    assert outcome["pausedText"] == "The image was reloaded. Your changes are saved.Continue"
 
 
 def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open_page: OpenPage) -> None:
@@ -490,11 +467,12 @@ def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open
           const fullShape = [400, 1998, 1998];
           const small = { data: new Uint16Array(8), shape: [2, 2, 2], step: [200, 999, 999], fullShape };
           const viewer = { scene: { state: { image: small, labels: small } } };
-          const result = { job: { id: "0" }, stack: "", name: "" };
-          const view = new CorrectView(result, viewer, 0, {}, new AbortController().signal);
+          const { ResultLabels } = await import("/page/correct/label_sources.js");
+          const labels = new ResultLabels({ job: { id: "0" }, stack: "" }, null);
+          const view = new CorrectView(labels, "", viewer, 0, {}, new AbortController().signal);
           await view.enter();
           return view.root.textContent;
         }"""
     )
     assert "3.19 GB" in text
-    assert "Segment and correct a smaller part" in text
+    assert "Use a smaller part of the stack" in text

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from browsing import OpenPage, check_accessibility, press_segment
+from browsing import OpenPage, central_voxel, check_accessibility, find_crosshair, go_to, press_segment
 from live import LiveServer, as_tiff, eager_settings, serve
 from model_files import copy_model
 from playwright.sync_api import expect
@@ -145,3 +145,39 @@ def test_training_is_stopped(live: LiveServer, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Stop the training").click()
     expect(page.get_by_role("region", name="Training")).to_contain_text("The training was stopped")
     assert live.client.get("/models/stopped").status_code == 404
+
+
+def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, open_page: OpenPage) -> None:
+    image, labels = synthesize(np.random.default_rng(1), (16, 32, 48))
+    stack = live.post("/stacks", as_tiff(image)).json()["id"]
+    page = open_page(live)
+    page.goto(f"/#stack={stack}")
+    page.get_by_role("button", name="Annotate by hand").click()
+    page.get_by_label("Paint across planes").check()
+    ids = [int(label) for label in np.unique(labels)[1:]]
+    for label in ids:
+        go_to(page, central_voxel(labels, label))
+        page.mouse.click(*find_crosshair(page))
+    object_count = int(re.sub(r"\D.*", "", page.locator(".correct").get_by_text("painted").inner_text()))
+    assert len(ids) / 2 < object_count <= len(ids)
+    page.get_by_label("The whole stack").check()
+    page.get_by_role("button", name="Train a model").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("from nothing")
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog.get_by_role("heading")).to_have_text("Improve a model")
+    box = dialog.get_by_role("checkbox", name=re.compile("^from nothing"))
+    expect(box).to_be_checked()
+    for other in dialog.get_by_role("group", name="Annotated stacks").get_by_role("checkbox").all()[1:]:
+        other.uncheck()
+    dialog.get_by_label("Name of the new model").fill("mine")
+    dialog.get_by_label("Training time in minutes").fill("0.03")
+    dialog.get_by_role("button", name="Start").click()
+    training = page.get_by_role("region", name="Training")
+    expect(training).to_contain_text("mine is ready")
+    report = live.client.get("/trainings").json()["trainings"][0]
+    expect(training).to_contain_text(report["message"])
+    annotation = live.client.get(f"/annotations/{report['annotations'][0]}").json()
+    assert (annotation["objects"], annotation["stack"], len(report["annotations"])) == (object_count, stack, 1)
+    live.client.delete("/models/mine")
+    live.client.delete(f"/annotations/{annotation['id']}")

@@ -63,10 +63,26 @@ class AnnotationQuery(BaseModel):
         str | None,
         Field(
             max_length=80,
-            description="Corrected region in voxels, as z0:z1,y0:y1,x0:x1. The planes, rows and columns at z1, y1 and"
+            description="Annotated region in voxels, as z0:z1,y0:y1,x0:x1. The planes, rows and columns at z1, y1 and"
             " x1 are not included. Default: the whole stack.",
         ),
     ] = None
+    ignore_label: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            lt=2**32,
+            description="Label of voxels that are not annotated, such as the planes between annotated planes. They are"
+            " excluded from training and scoring.",
+        ),
+    ] = None
+    partial: Annotated[
+        bool,
+        Field(
+            description="Whether only some of the objects are annotated. Voxels without a label are then unknown,"
+            " except in a rim around the objects."
+        ),
+    ] = False
     changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
     channel: Annotated[
         str | None, Field(max_length=256, description="Channel, as for `/segment`. Default: the channel of the job.")
@@ -81,6 +97,9 @@ class AnnotationQuery(BaseModel):
     axes: Annotated[
         str | None, Field(max_length=16, description="Axes, as for `/segment`. Default: the axes of the job.")
     ] = None
+    allow_incomplete: Annotated[
+        bool | None, Field(description="Use stacks with missing planes, as for `/segment`. Default: as in the job.")
+    ] = None
     voxel_size: Annotated[
         str | None,
         Field(max_length=64, description="Voxel size, as for `/segment`. Default: the voxel size of the job."),
@@ -93,8 +112,10 @@ class AnnotationReport(BaseModel):
     - `shape`: number of planes, rows and columns.
     - `voxel_size`: voxel size along Z, Y and X in micrometers; null if unknown.
     - `owner`: name of the client that stored the annotated stack.
-    - `region`: the corrected region, in the format of the parameter `region`; null for the whole stack.
-    - `objects`: number of objects in the corrected region.
+    - `region`: the annotated region, in the format of the parameter `region`; null for the whole stack.
+    - `ignore_label`: label of voxels that are not annotated; null if there is no such label.
+    - `partial`: whether only some of the objects are annotated, so that voxels without a label are unknown.
+    - `objects`: number of objects in the annotated region.
     - `base_model`: name and version of the model that computed the labels before correction; null if unknown.
     - `diameter`: object diameter used by that model, in the format of the parameter `diameter`; null if none was used.
     - `changes`: number of corrections that the user made; null if unknown.
@@ -112,6 +133,8 @@ class AnnotationReport(BaseModel):
     shape: tuple[int, int, int]
     voxel_size: tuple[float, float, float] | None
     region: str | None
+    ignore_label: int | None
+    partial: bool
     objects: int
     base_model: str | None
     diameter: str | None
@@ -243,6 +266,8 @@ def describe_annotation(annotation: Annotation, overlaps: Sequence[Annotation]) 
         "shape": annotation.shape,
         "voxel_size": None if voxel_size is None else (voxel_size.z, voxel_size.y, voxel_size.x),
         "region": None if annotation.region is None else str(annotation.region),
+        "ignore_label": annotation.ignored,
+        "partial": annotation.is_partial,
         "objects": annotation.objects,
         "base_model": provenance.model,
         "diameter": provenance.diameter,

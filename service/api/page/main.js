@@ -14,6 +14,8 @@ import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
+import { createDraftList } from "./correct/draft_list.js";
+import { EmptyLabels, SELECTION_NAMES } from "./correct/label_sources.js";
 import { openGallery } from "./gallery/gallery.js";
 import { offerProject } from "./project/offer.js";
 import { createProjectList } from "./project/project_list.js";
@@ -29,7 +31,7 @@ import { watchStatus } from "./status/status_view.js";
 import { createAnnotationsList } from "./training/annotations.js";
 import { openTrainingDialog } from "./training/training_dialog.js";
 import { createTrainingRunsList, watchTraining } from "./training/training_view.js";
-import { forgetCorrections } from "./volumes/correction_store.js";
+import { forgetCorrections, loadDescriptions } from "./volumes/correction_store.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
@@ -106,6 +108,7 @@ function showStartView() {
   });
   showBatches().catch(showError);
   showProjects().catch(showError);
+  showDrafts().catch(showError);
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
 
@@ -120,6 +123,12 @@ async function showProjects() {
   const list = await createProjectList();
   byId("start").querySelector(".projects")?.remove();
   if (!byId("start").hidden) byId("start").append(list);
+}
+
+/** List the annotations in this browser on the start screen. */
+async function showDrafts() {
+  const list = await createDraftList(showStartView);
+  if (list && !byId("start").hidden) byId("start").append(list);
 }
 
 /** List the annotated stacks and the training runs on the start screen. */
@@ -142,14 +151,20 @@ function openSession(stack) {
   return new Session({ ...stack, name }, service, showError);
 }
 
-/** @param {string} id @param {string | null} model selected instead of the default model */
-async function openStack(id, model) {
+/** @param {string} id @param {Record<string, string>} parameters settings of the segmentation */
+async function openStack(id, parameters) {
   const stack = await requestJson(`stacks/${id}`);
   session = openSession({ id, name: stack.name, bytes: stack.bytes });
   showBatchLink(id, "").catch(showError);
-  if (model) session.settings.restore({ model });
+  session.settings.restore({ ...session.settings.parameters, ...parameters });
   byId("side").replaceChildren(createChecklist());
   await session.inspect();
+}
+
+/** Open a stack, and annotate it from nothing. @param {string} id of the stack @param {Record<string, string>} parameters settings of the segmentation */
+async function openAnnotationDraft(id, parameters) {
+  await openStack(id, parameters);
+  await session?.annotate();
 }
 
 /** Open a job, and show its stack if the service still stores the stack. @param {string} id */
@@ -264,8 +279,8 @@ async function loadCapabilities() {
 /** Cancels the requests of the current view when another view opens. */
 let viewAbort = new AbortController();
 
-/** @param {string} kind @param {string} id @param {string | null} model @param {AbortSignal} signal */
-async function openView(kind, id, model, signal) {
+/** @param {string} kind @param {string} id @param {Record<string, string>} parameters settings of the segmentation @param {AbortSignal} signal */
+async function openView(kind, id, parameters, signal) {
   // Encoded, so that a link with an id such as `x/../../models/NAME` cannot lead to another resource.
   const encodedId = encodeURIComponent(id);
   if (kind === "status") return openStatus(signal);
@@ -273,8 +288,9 @@ async function openView(kind, id, model, signal) {
   if (kind === "batch" && id) return openBatchView(id, signal);
   if (kind === "folder" && id) return openServerFolder(encodedId, signal);
   if (kind === "job" && id) return openJob(encodedId);
-  if (kind === "stack" && id) return openStack(encodedId, model);
+  if (kind === "stack" && id) return openStack(encodedId, parameters);
   if (kind === "project" && id) return openProject(encodedId, signal);
+  if (kind === "annotate" && id) return openAnnotationDraft(encodedId, parameters);
   if (kind === "training" && id) return openTrainingRun(encodedId, signal);
   return showStartView();
 }
@@ -283,6 +299,9 @@ async function openView(kind, id, model, signal) {
 async function route() {
   const fragment = new URLSearchParams(location.hash.slice(1));
   const [kind, id] = fragment.entries().next().value ?? ["", ""];
+  // A link must not set other parameters, which the settings do not show.
+  const parameterNames = kind === "annotate" ? ["model", ...SELECTION_NAMES] : ["model"];
+  const parameters = Object.fromEntries([...fragment].filter(([name]) => parameterNames.includes(name)));
   viewAbort.abort();
   viewAbort = new AbortController();
   acceptDrops(null, openFiles);
@@ -292,17 +311,23 @@ async function route() {
     session = null;
   }
   try {
-    await openView(kind, id, fragment.get("model"), viewAbort.signal);
+    await openView(kind, id, parameters, viewAbort.signal);
   } catch (error) {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
       if (kind === "job") markMissingJob(decodeURIComponent(id));
       showStartView();
-      if (kind === "job" && (await offerCorrectionsOfMissingJob(id))) return;
+      if (await offerSavedLabels(kind, id, parameters)) return;
     }
     showError(error);
   }
+}
+
+/** Offer to export the labels that this browser saves for a missing job or stack. @param {string} kind @param {string} id @param {Record<string, string>} parameters @returns {Promise<boolean>} whether there are labels */
+async function offerSavedLabels(kind, id, parameters) {
+  if (kind === "annotate") return offerAnnotationOfMissingStack(id, parameters);
+  return kind === "job" && offerCorrectionsOfMissingJob(id);
 }
 
 /** Mark a job that the service no longer stores, and offer to export its corrected labels. @param {string} id @returns {Promise<boolean>} whether the job has corrections */
@@ -313,7 +338,14 @@ async function offerCorrectionsOfMissingJob(id) {
     forgetCorrections(id);
     showStartView();
   };
-  return offerCorrections(id, name, forgetJobAndCorrections);
+  return offerCorrections({ id, isEmpty: false }, name, forgetJobAndCorrections);
+}
+
+/** Offer to export the annotation of a stack that the service no longer stores. @param {string} stack id @param {Record<string, string>} parameters of the annotation @returns {Promise<boolean>} whether this browser stores the annotation */
+async function offerAnnotationOfMissingStack(stack, parameters) {
+  const { id } = new EmptyLabels(stack, parameters, "", null);
+  const description = (await loadDescriptions()).find(([key]) => key === id)?.[1];
+  return description !== undefined && offerCorrections({ id, isEmpty: true }, description.name, showStartView);
 }
 
 /** Load the models, parameters and capabilities of the service. @returns {Promise<boolean>} false if the service does not respond */

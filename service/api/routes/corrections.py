@@ -21,7 +21,7 @@ from service.api.dependencies import (
     get_trainings,
 )
 from service.api.http.media_types import LABELS_BODY
-from service.api.http.uploads import is_multipart, sanitize_file_name
+from service.api.http.uploads import Upload, is_multipart, sanitize_file_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import (
@@ -35,9 +35,10 @@ from service.api.messages.learning import (
 )
 from service.api.messages.results import OpenFileResponse, describe_attachment
 from service.api.requests.admission import merge_fields
-from service.api.requests.body import incoming_folder, receive_file
+from service.api.requests.body import ReceivedFile, incoming_folder, receive_file
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
+from service.core.types import Selection
 from service.serving.jobs.jobs import JobManager
 from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, LabelProvenance, find_overlaps
 from service.serving.learning.corrections import Correction, store_correction
@@ -89,9 +90,7 @@ async def store_annotation(
 
         def store() -> Annotation:
             file.complete()
-            name, labels_request = sanitize_file_name(query.name) or stack.name, file.request
-            fields = parameters.selection, query.region, name, labels_request.caller, provenance, labels_request.folder
-            correction = Correction(stack.path, file.source, *fields)
+            correction = _build_correction(query, parameters.selection, provenance, stack, file)
             return store_correction(runtime.reader, annotations, correction, file.space, cancelled.is_set)
 
         threads = runtime.decode_threads.for_client(file.space.client)
@@ -186,6 +185,27 @@ def _read_provenance(
     model = record.request.model if metadata is None else metadata.model
     return parameters, LabelProvenance(
         model, diameter, query.changes, _get_single_time_point(parameters), parameters.stack, query.job
+    )
+
+
+def _build_correction(
+    query: AnnotationQuery,
+    selection: Selection,
+    provenance: LabelProvenance,
+    stack: StoredStack | Upload,
+    file: ReceivedFile,
+) -> Correction:
+    return Correction(
+        stack=stack.path,
+        labels=file.source,
+        selection=selection,
+        region=query.region,
+        ignored=query.ignore_label,
+        is_partial=query.partial,
+        name=sanitize_file_name(query.name) or stack.name,
+        owner=file.request.caller,
+        provenance=provenance,
+        folder=file.request.folder,
     )
 
 

@@ -82,28 +82,34 @@ class LabelProvenance:
 class NewAnnotation:
     """The properties of a new annotated stack.
 
-    owner   name of the API key used to store the stack
-    region  the corrected region; None for the whole stack
+    owner       name of the API key used to store the stack
+    region      the annotated region; None for the whole stack
+    ignored     label of voxels that are not annotated; None if there is no such label
+    is_partial  whether only some objects are annotated, so that most voxels without a label are unknown
     """
 
     name: str
     owner: str | None
     region: Region | None = None
     provenance: LabelProvenance = field(default_factory=LabelProvenance)
+    ignored: int | None = None
+    is_partial: bool = False
 
 
 @dataclass(frozen=True)
 class Annotation:
     """An annotated stack on disk.
 
-    folder   folder that contains the files; the name of the folder is the ID of the annotated stack
-    owner    name of the API key used to store the stack
-    shape    (Z, Y, X)
-    region   the corrected region; None for the whole stack
-    objects  number of objects in the corrected region
-    digest   digest of the pixels of the image; annotated stacks of the same image have equal digests
-    nbytes   size of the files in bytes
-    created  seconds since the Unix epoch
+    folder      folder that contains the files; the name of the folder is the ID of the annotated stack
+    owner       name of the API key used to store the stack
+    shape       (Z, Y, X)
+    region      the annotated region; None for the whole stack
+    objects     number of objects in the annotated region
+    digest      digest of the pixels of the image; annotated stacks of the same image have equal digests
+    nbytes      size of the files in bytes
+    created     seconds since the Unix epoch
+    ignored     label of voxels that are not annotated; None if there is no such label
+    is_partial  whether only some objects are annotated, so that most voxels without a label are unknown
     """
 
     folder: Path
@@ -117,6 +123,8 @@ class Annotation:
     provenance: LabelProvenance
     nbytes: int
     created: float
+    ignored: int | None = None
+    is_partial: bool = False
 
     @cached_property
     def id(self) -> str:
@@ -134,7 +142,7 @@ class Annotation:
 
     @cached_property
     def box(self) -> tuple[tuple[int, int], ...]:
-        """The corrected region as ranges along z, y and x."""
+        """The annotated region as ranges along z, y and x."""
         return tuple((0, length) for length in self.shape) if self.region is None else self.region.ranges
 
 

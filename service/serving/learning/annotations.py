@@ -178,7 +178,7 @@ def _read_stack(folder: Path) -> Annotation | None:
 def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: NewAnnotation) -> int:
     """Write an image, its labels and the record to a folder. Return the size of the image and the labels in bytes."""
     tiff_writer.write_image(image, folder / IMAGE_FILE)
-    object_count = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation.region)
+    object_count = _write_labels(labels, folder / LABELS_FILE, image.voxel_size, new_annotation)
     nbytes = sum(path.stat().st_size for path in folder.iterdir())
     content = {
         "name": new_annotation.name,
@@ -187,6 +187,8 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
         "voxel_size": None if image.voxel_size is None else tuple(image.voxel_size),
         "region": None if new_annotation.region is None else str(new_annotation.region),
         "objects": object_count,
+        "ignored": new_annotation.ignored,
+        "is_partial": new_annotation.is_partial,
         "digest": _compute_digest(image),
         "origin": asdict(new_annotation.provenance),
         "nbytes": nbytes,
@@ -197,8 +199,9 @@ def _write_stack(folder: Path, image: Volume, labels: Volume, new_annotation: Ne
     return nbytes
 
 
-def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, region: Region | None) -> int:
-    """Write labels as uint16, or as uint32 if necessary. Return the number of objects in the region."""
+def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, new_annotation: NewAnnotation) -> int:
+    """Write labels as uint16, or as uint32 if necessary. Return the number of objects in the annotated region."""
+    region, ignored = new_annotation.region, new_annotation.ignored
     plane_indices, highest_number = range(labels.shape[1]), _find_highest_number(labels)
     is_present = np.zeros(min(highest_number, _MAX_TABLE_LABEL) + 1, np.bool_)
     large_labels = np.empty(0, np.uint32)
@@ -216,7 +219,9 @@ def _write_labels(labels: Volume, path: Path, voxel_size: VoxelSize | None, regi
                     f"The labels contain more than {_MAX_SORTED_LABELS:,} distinct numbers above {_MAX_TABLE_LABEL:,}."
                     " Renumber the objects, starting from 1."
                 )
-    object_count = int(np.count_nonzero(is_present[1:])) + len(large_labels)
+    if ignored is not None:
+        is_present[ignored : ignored + 1] = False
+    object_count = int(np.count_nonzero(is_present[1:])) + int(np.count_nonzero(large_labels != ignored))
     tiff_writer.write(Segmentation(pixels, "labels", voxel_size, object_count), path)
     return object_count
 

@@ -28,7 +28,8 @@ class Correction(NamedTuple):
     stack      file of the image
     labels     file of the labels
     selection  part of the image that was segmented; its voxel size overrides the voxel sizes in the files
-    region     the corrected region in the format of `Region.parse`; None for the whole stack
+    region     the annotated region in the format of `Region.parse`; None for the whole stack
+    ignored, is_partial  as in `NewAnnotation`
     name       name of the stack
     folder     scratch folder for decoded pixels
     """
@@ -37,6 +38,8 @@ class Correction(NamedTuple):
     labels: Source
     selection: Selection
     region: str | None
+    ignored: int | None
+    is_partial: bool
     name: str
     owner: str | None
     provenance: LabelProvenance
@@ -55,7 +58,7 @@ def store_correction(
     Raises BadParameter if the labels do not match the image, and the same errors as `Reader`,
     `SpaceReservation.reserve` and `AnnotationStore.add`.
     """
-    stack, labels, selection, region, name, owner, provenance, folder = correction
+    stack, labels, selection, region, ignored, is_partial, name, owner, provenance, folder = correction
     description = reader.inspect(stack, selection, cancelled=cancelled)
     channels, z, y, x = description.shape
     if channels != 1:
@@ -68,14 +71,15 @@ def store_correction(
             " pixels per plane. Crop the stack and the labels to the corrected region."
         )
     shape = (z, y, x)
-    corrected_region = None if region is None else Region.parse(region, shape)
+    annotated_region = None if region is None else Region.parse(region, shape)
     # Space for the image and the uint32 labels, each as decoded pixels and as a written file.
     space.reserve(2 * (description.nbytes + 4 * description.nbytes // np.dtype(description.dtype).itemsize))
     image = reader.read(stack, selection, folder, cancelled=cancelled)
     label_volume = reader.read_labels(labels, shape, folder, cancelled=cancelled)
     if selection.voxel_size is None:
         _check_voxel_size(label_volume.voxel_size, image.voxel_size)
-    return annotations.add(image, label_volume, NewAnnotation(name, owner, corrected_region, provenance))
+    new_annotation = NewAnnotation(name, owner, annotated_region, provenance, ignored, is_partial)
+    return annotations.add(image, label_volume, new_annotation)
 
 
 def _check_voxel_size(labels_voxel_size: VoxelSize | None, stack_voxel_size: VoxelSize | None) -> None:

@@ -346,4 +346,6 @@ def _describe_stack(stack: Annotation) -> dict[str, Any]:
         "labels": str(stack.labels.resolve()),
         "region": None if stack.region is None else stack.region.ranges,
         "diameter": stack.provenance.diameter,
+        "ignored": stack.ignored,
+        "is_partial": stack.is_partial,
     }

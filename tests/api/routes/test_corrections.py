@@ -180,6 +180,17 @@ def post_form(service: Service, files: dict[str, tuple[str, bytes]], data: Any =
     return service.client.post("/annotations", files=files, data=data, params=query)
 
 
+def test_ignored_voxels_are_stored_and_not_counted_as_an_object(service: Service, stack: str) -> None:
+    labels = np.where(np.arange(6)[:, None, None] % 2, TRUTH, 9)
+    stored = post_labels(service, encode_npy(labels), stack=stack, ignore_label=9, partial=True).json()
+    assert (stored["objects"], stored["ignore_label"], stored["partial"]) == (3, 9, True)
+    assert np.array_equal(download(service, stored, "labels").pixels, labels)
+    complete = post_labels(service, encode_npy(), stack=stack).json()
+    assert (complete["objects"], complete["ignore_label"], complete["partial"]) == (3, None, False)
+    large = post_labels(service, encode_npy(np.where(TRUTH, TRUTH, 2**31)), stack=stack, ignore_label=2**31).json()
+    assert large["objects"] == 3
+
+
 def test_form_with_a_stack_and_its_labels_is_stored(service: Service, stack: str) -> None:
     # The image is larger than a written block. Both orders of the fields are valid.
     large = np.zeros((6, 256, 1024), np.uint16) + np.arange(6, dtype=np.uint16)[:, None, None]

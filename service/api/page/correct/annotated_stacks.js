@@ -1,83 +1,88 @@
-/** Annotated stacks that are created from the corrections of a result, and training with these stacks. */
+/** Annotated stacks that are created from edited labels, and training with these stacks. */
 
 import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "../training/annotations.js";
 import { openTrainingDialog } from "../training/training_dialog.js";
+import { encodeRegion } from "../volumes/annotated_region.js";
 import * as correctionStore from "../volumes/correction_store.js";
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
-/** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
+/** @typedef {import("./correct_view.js").CorrectionMode} CorrectionMode */
 
-/** The annotated stacks created from the corrections of one result. */
+/** The annotated stacks created from the labels of one source. */
 export class AnnotatedStacks {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string}} result stack: id of the stack @param {string} stem file name without its extension
+   * @param {import("./label_sources.js").LabelSource} source of the labels @param {string} stem file name without its extension
    * @param {import("openapi").CallerLimits} capabilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
    */
-  constructor({ job, stack }, stem, capabilities, panel) {
-    this.job = job;
-    this.stack = stack;
+  constructor(source, stem, capabilities, panel) {
+    this.source = source;
     this.stem = stem;
     this.capabilities = capabilities;
     this.panel = panel;
-  }
-
-  /** Fetch the annotated stacks created from the result, including those from other browsers. */
-  async #fetchAnnotationsOfResult() {
-    return (await fetchAnnotations()).filter((annotation) => annotation.job === this.job.id);
+    /** The region of the annotated stack that was saved last, null if none was saved since the page was opened. @type {import("../volumes/annotated_region.js").Region | null} */
+    this.savedRegion = null;
   }
 
   /** Show the annotated stacks in the panel. */
   async updatePanel() {
     if (!this.capabilities.corrections) return;
-    const allAnnotations = await this.#fetchAnnotationsOfResult().catch(() => []);
-    const ownIds = await correctionStore.loadAnnotationIds(this.job.id);
+    const allAnnotations = await fetchAnnotations().catch(() => []);
+    const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
     const describeList = (/** @type {Annotation[]} */ annotations) =>
       annotations.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
-    const otherBrowserAnnotations = allAnnotations.filter(({ id }) => !ownIds.includes(id));
-    this.panel.showAnnotatedStacks(describeList(allAnnotations), describeList(otherBrowserAnnotations));
+    const annotations = allAnnotations.filter((annotation) => this.#isFromSource(annotation, ownIds));
+    const otherBrowserAnnotations = annotations.filter(({ id }) => !ownIds.includes(id));
+    this.panel.showAnnotatedStacks(describeList(annotations), describeList(otherBrowserAnnotations));
+  }
+
+  /** Return whether an annotated stack was created from these labels: those of a result in any browser, others in this browser. @param {Annotation} annotation @param {string[]} ownIds ids of the annotated stacks that were created in this browser */
+  #isFromSource({ id, job }, ownIds) {
+    return this.source.isEmpty ? ownIds.includes(id) : job === this.source.id;
   }
 
   /**
    * Ask the user for a name, and save the labels as an annotated stack.
-   * @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series @returns {Promise<boolean>} false if the user canceled
+   * @param {CorrectionMode} mode @param {number} timePoint displayed time point, used if each time point has its own labels @returns {Promise<boolean>} false if the user canceled
    */
-  async save(editor, timePoint) {
-    const { job, stack, stem } = this;
-    const time = job.time_points ? timePoint : undefined;
-    const name = time === undefined ? stem : `${stem}, time ${time}`;
-    const correctionCount = editor.edits.length;
-    const report = await openSaveAnnotationDialog({
-      labels: editor.labels,
-      correctionCount,
-      stack,
-      job: job.id,
-      time,
-      name,
-    });
+  async save({ editor, region }, timePoint) {
+    const { source, stem } = this;
+    const name = source.isSeries ? `${stem}, time ${timePoint}` : stem;
+    const query = { ...source.getQuery(timePoint), changes: editor.edits.length };
+    const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name });
     if (report === null) return false;
-    await correctionStore.addAnnotationId(job.id, report.id);
+    await correctionStore.addAnnotationId(source.id, report.id);
+    this.savedRegion = region.state;
     this.panel.showHint(`Saved as ${report.name}.`);
     this.updatePanel();
     return true;
   }
 
-  /** Open the training dialog, after saving any unsaved corrections as an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series */
-  async openTraining(editor, timePoint) {
+  /** Open the training dialog, after saving any unsaved corrections as an annotated stack. @param {CorrectionMode} mode @param {number} timePoint displayed time point, used if each time point has its own labels */
+  async openTraining(mode, timePoint) {
     try {
-      if (!(await this.#isSaved(editor, timePoint)) && !(await this.save(editor, timePoint))) return;
-      await openTrainingDialog(this.capabilities.training_minutes, this.job.model);
+      if (!(await this.#isSaved(mode, timePoint)) && !(await this.save(mode, timePoint))) return;
+      await openTrainingDialog(this.capabilities.training_minutes, this.source.model);
     } catch (error) {
       this.panel.showHint(/** @type {Error} */ (error).message);
     }
   }
 
-  /** Return whether all current corrections are saved in an annotated stack. @param {LabelEditor} editor @param {number} timePoint displayed time point, used if the job segmented a time series */
-  async #isSaved(editor, timePoint) {
+  /** Return whether all current corrections and the region are saved in an annotated stack. @param {CorrectionMode} mode @param {number} timePoint displayed time point, used if each time point has its own labels */
+  async #isSaved({ editor, region }, timePoint) {
+    if (this.savedRegion !== null && this.savedRegion !== region.state) return false;
+    const query = encodeRegion(editor, region.state);
     const editCount = editor.edits.length;
-    if (editCount === 0 || !this.capabilities.corrections) return true;
-    const annotations = await this.#fetchAnnotationsOfResult();
-    return annotations.some(
-      ({ changes, time }) => changes === editCount && (!this.job.time_points || time === timePoint),
+    if (!this.capabilities.corrections) return true;
+    if (editCount === 0) return !this.source.isEmpty;
+    const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
+    return (await fetchAnnotations()).some(
+      (annotation) =>
+        this.#isFromSource(annotation, ownIds) &&
+        annotation.changes === editCount &&
+        (annotation.region ?? "") === query.region &&
+        annotation.ignore_label === (query.ignore_label ?? null) &&
+        annotation.partial === Boolean(query.partial) &&
+        (!this.source.isSeries || annotation.time === timePoint),
     );
   }
 }

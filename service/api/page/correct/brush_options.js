@@ -25,10 +25,9 @@ export class BrushOptions {
         if (brush) getTools()?.resizeBrush(factor / (brush.radius / brush.minRadius));
       },
     });
-    const sphereCheckbox = element("input", {
+    this.sphereCheckbox = element("input", {
       type: "checkbox",
-      checked: true,
-      onchange: () => setBrush({ isSpherical: sphereCheckbox.checked }),
+      onchange: () => setBrush({ isSpherical: this.sphereCheckbox.checked }),
     });
     const overwriteCheckbox = element("input", {
       type: "checkbox",
@@ -43,24 +42,26 @@ export class BrushOptions {
     this.targetOptions = element(
       "fieldset",
       { class: "background-target" },
-      element("legend", {}, "Strokes on the background"),
+      element("legend", {}, "Strokes and outlines on the background"),
       createTargetOption("new", "Create a new object"),
       createTargetOption("selected", "Add to the selected object"),
     );
-    this.root = element(
+    this.strokeOptions = element(
       "div",
       { class: "brush" },
-      this.targetOptions,
       element("label", { class: "inline-label" }, "Size", this.radiusSlider),
-      element("label", { class: "inline-label" }, sphereCheckbox, "Paint across planes"),
+      element("label", { class: "inline-label" }, this.sphereCheckbox, "Paint across planes"),
       element("label", { class: "inline-label" }, overwriteCheckbox, "Paint over other objects"),
     );
+    this.root = element("div", { class: "brush" }, this.targetOptions, this.strokeOptions);
   }
 
   /** Show the brush options of the active tool. @param {EditTools} tools */
   update({ tool, brush }) {
-    this.root.hidden = tool !== "paint" && tool !== "erase";
-    this.targetOptions.hidden = tool !== "paint";
+    this.strokeOptions.hidden = tool !== "paint" && tool !== "erase";
+    this.targetOptions.hidden = tool !== "paint" && tool !== "add";
+    this.root.hidden = this.strokeOptions.hidden && this.targetOptions.hidden;
+    this.sphereCheckbox.checked = brush.isSpherical;
     for (const input of this.targetOptions.querySelectorAll("input"))
       input.checked = input.value === brush.backgroundTarget;
     this.radiusSlider.value = String(STEPS_PER_DOUBLING * Math.log2(brush.radius / brush.minRadius));

@@ -1,9 +1,12 @@
-/** Panel for correcting labels, with tools, brush options, undo and redo, and export of the corrected labels. */
+/** Panel for editing labels, with tools, brush options, undo and redo, the annotated region, and export of the labels. */
 
 import { button, createShortcutList, element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { getCssColor } from "../volumes/slices.js";
 import { BrushOptions } from "./brush_options.js";
+import { BulkDelete } from "./bulk_delete.js";
+import { RegionControls } from "./region_controls.js";
+import { SuggestionControls } from "./suggestions.js";
 import { TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
@@ -27,23 +30,30 @@ const PARTICIPLES = {
   add: "outlined",
   paint: "painted",
   erase: "erased",
+  fill: "filled",
+  accept: "accepted",
 };
 
 const SHORTCUTS = [
   ["Shift + arrow keys", "move the crosshair"],
   ["Enter", "apply the tool at the crosshair"],
   ["C", "close the outline"],
+  ["I", "fill between the planes of the selected object"],
+  ["P", "mark the plane as complete"],
   ["Delete", "delete the selected object"],
   ["[ and ]", "decrease or increase the brush size"],
   ["Esc", "cancel the current action"],
 ];
 
-/** The content of the Correct tab. */
+/** The content of the Correct tab, and of the panel for annotating a stack from nothing. */
 export class CorrectPanel {
-  /** @param {Actions} actions @param {import("openapi").CallerLimits} capabilities of the service */
-  constructor(actions, capabilities) {
+  /** @param {Actions} actions @param {import("openapi").CallerLimits} capabilities of the service @param {boolean} isAnnotation whether the labels contained no objects before the first edit */
+  constructor(actions, capabilities, isAnnotation) {
     this.actions = actions;
     this.capabilities = capabilities;
+    this.isAnnotation = isAnnotation;
+    /** What the user makes: changes of an annotation, or corrections of a result. */
+    this.noun = isAnnotation ? "change" : "correction";
     /** The tools that the buttons control, or null if no labels are being corrected. @type {EditTools | null} */
     this.tools = null;
     this.hint = element("p", { class: "hint", role: "status" });
@@ -73,6 +83,16 @@ export class CorrectPanel {
       ]),
     );
     this.brushOptions = new BrushOptions(() => this.tools);
+    this.regionControls = new RegionControls(() => this.tools);
+    this.bulkDelete = new BulkDelete(() => this.tools);
+    this.suggestionControls = new SuggestionControls(() => this.tools);
+    const fillAll = () => this.tools?.fillBetweenPlanes([...this.tools.editor.objects.keys()]);
+    this.fillControls = element(
+      "div",
+      { class: "row" },
+      button("Fill between planes", () => this.tools?.fillSelectedObject(), "secondary"),
+      button("Fill all objects", fillAll, "link"),
+    );
     this.root = element("div", { class: "correct" });
   }
 
@@ -96,8 +116,9 @@ export class CorrectPanel {
     this.hint.textContent = text;
   }
 
-  /** Show the tools. @param {string} introduction explains which labels are corrected */
-  show(introduction) {
+  /** Show the tools. @param {string} introduction explains which labels are edited @param {Map<number, number>} confidences of the objects by id, if they are known */
+  show(introduction, confidences) {
+    this.bulkDelete.reset(confidences);
     this.root.replaceChildren(
       this.otherBrowserWarning,
       element("p", { class: "muted small" }, introduction),
@@ -106,6 +127,9 @@ export class CorrectPanel {
       element("p", { class: "selected-object" }, this.selectionDot, this.selectionText),
       this.brushOptions.root,
       element("div", { class: "row tight" }, this.undoButton, this.redoButton, this.summary),
+      this.fillControls,
+      this.suggestionControls.root,
+      this.bulkDelete.root,
       element(
         "details",
         { class: "small" },
@@ -117,9 +141,10 @@ export class CorrectPanel {
   }
 
   #createExportControls() {
-    const { actions, capabilities } = this;
+    const { actions, capabilities, isAnnotation } = this;
     return [
-      element("h3", {}, "Corrected labels"),
+      element("h3", {}, isAnnotation ? "Save and train" : "Corrected labels"),
+      capabilities.corrections && this.regionControls.root,
       element(
         "div",
         { class: "row" },
@@ -127,7 +152,8 @@ export class CorrectPanel {
         button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
-        capabilities.training && button("Improve the model", actions.train, "secondary"),
+        capabilities.training &&
+          button(isAnnotation ? "Train a model" : "Improve the model", actions.train, "secondary"),
       ),
       element(
         "p",
@@ -135,8 +161,8 @@ export class CorrectPanel {
         `Training is not available: ${capabilities.training_problem}`,
       ),
       this.annotatedText,
-      button("Discard all corrections", actions.discard, "link"),
-    ];
+      button(isAnnotation ? "Delete all objects" : "Discard all corrections", actions.discard, "link"),
+    ].filter((child) => child !== false);
   }
 
   /** Show the active tool and its options. */
@@ -145,6 +171,8 @@ export class CorrectPanel {
     if (tools === null) return;
     for (const [name, tool] of this.toolButtons) tool.setAttribute("aria-pressed", String(name === tools.tool));
     this.brushOptions.update(tools);
+    this.regionControls.boxButton.setAttribute("aria-pressed", String(tools.tool === "box"));
+    this.suggestionControls.update();
   }
 
   /** Show the selected object. @param {LabelEditor} editor @param {import("../viewer/scene.js").SceneState} state */
@@ -165,8 +193,10 @@ export class CorrectPanel {
     this.undoButton.disabled = editor.edits.length === 0;
     this.redoButton.disabled = editor.undoneEdits.length === 0;
     const descriptions = [...editor.countByKind()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
-    const correctionsText = descriptions.length ? ` · ${descriptions.join(", ")}` : ", no corrections";
+    const correctionsText = descriptions.length ? ` · ${descriptions.join(", ")}` : `, no ${this.noun}s`;
     this.summary.textContent = formatCount(editor.objects.size, "object") + correctionsText;
+    this.bulkDelete.update();
+    this.suggestionControls.update();
   }
 
   /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {EditKind} kind of the correction */

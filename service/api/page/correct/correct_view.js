@@ -1,19 +1,19 @@
-/** View for correcting labels. It loads the labels at full resolution, and provides tools, undo and redo, saving and export. */
+/** View for editing labels. It loads the labels at full resolution, and provides tools, undo and redo, saving and export. */
 
 import { downloadBlob } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
+import { Store } from "../core/store.js";
+import { createRegion, describeRegion, togglePlane } from "../volumes/annotated_region.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
-import { getFirstTime } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
 import {
   explainSizeLimit,
   fetchImage,
-  fetchLabels,
   getFullResolutionVoxelSize,
   isFullResolution,
   showImage,
@@ -23,33 +23,33 @@ import { getKeyAction } from "./tool_list.js";
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
 
-const NO_LABELS_MESSAGE = "This result has no labels to correct.";
+const NO_LABELS_MESSAGE = "There are no labels to edit.";
 const REFRESH_3D_DELAY_MILLISECONDS = 400;
 
 const OPEN_IN_OTHER_TAB_MESSAGE =
-  "This result is being corrected in another tab or window of this browser. The corrections made there are saved. If you continue here, you can no longer correct the result there.";
+  "These labels are being edited in another tab or window of this browser. The changes made there are saved. If you continue here, you can no longer edit the labels there.";
 const MOVED_TO_OTHER_TAB_MESSAGE =
-  "You are now correcting this result in another tab or window of this browser. All corrections are saved.";
+  "You are now editing these labels in another tab or window of this browser. All changes are saved.";
 
 /**
  * The editor and the displayed image while labels are corrected, and the content that the views displayed before the
  * correction started.
- * @typedef {{editor: LabelEditor, image: Volume, previousContent: {image: Volume, labels: Volume, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
+ * @typedef {{editor: LabelEditor, region: Store<import("../volumes/annotated_region.js").Region>, image: Volume, previousContent: {image: Volume, labels: Volume | null, overlays: import("../viewer/scene.js").Overlay[]}}} CorrectionMode
  */
 
 /** View whose `root` dispatches `count` with the numbers of corrections and objects, and `corrected` with the table of the corrected objects. */
 export class CorrectView {
   /**
-   * @param {{job: import("openapi").JobReport, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
-   * @param {Viewer} viewer @param {number} time displayed time point, used if the job segmented a time series
+   * @param {import("./label_sources.js").LabelSource} source of the labels @param {string} name file name of the stack
+   * @param {Viewer} viewer @param {number} time displayed time point, used if each time point has its own labels
    * @param {import("openapi").CallerLimits} capabilities of the service @param {AbortSignal} signal ends the view
    */
-  constructor({ job, stack, name }, viewer, time, capabilities, signal) {
-    this.job = job;
+  constructor(source, name, viewer, time, capabilities, signal) {
+    this.source = source;
     /** File name of the stack without its extension. */
     this.stem = (name || "stack").replace(/(\.ome)?\.tiff?$/i, "");
     this.viewer = viewer;
-    /** The displayed time point, used if the job segmented a time series. */
+    /** The displayed time point, used if each time point has its own labels. */
     this.time = time;
     this.signal = signal;
     /** @type {CorrectionMode | null} */
@@ -64,15 +64,16 @@ export class CorrectView {
     this.panel = new CorrectPanel(
       {
         undoOrRedo: (direction) => this.#undoOrRedo(direction),
-        annotate: () => this.mode && this.annotatedStacks.save(this.mode.editor, this.time),
-        train: () => this.mode && this.annotatedStacks.openTraining(this.mode.editor, this.time),
+        annotate: () => this.mode && this.annotatedStacks.save(this.mode, this.time),
+        train: () => this.mode && this.annotatedStacks.openTraining(this.mode, this.time),
         save: (kind) => this.#saveFile(kind),
         discard: () => this.#discardCorrections(),
       },
       capabilities,
+      source.isEmpty,
     );
     this.root = this.panel.root;
-    this.annotatedStacks = new AnnotatedStacks({ job, stack }, this.stem, capabilities, this.panel);
+    this.annotatedStacks = new AnnotatedStacks(source, this.stem, capabilities, this.panel);
     signal.addEventListener("abort", () => this.leave(false));
     this.reportStoredCorrections();
   }
@@ -81,7 +82,7 @@ export class CorrectView {
   async reportStoredCorrections() {
     const editCount = await correctionStore.countCorrections(this.key);
     this.#emit("count", { editCount, objectCount: null });
-    if (editCount > 0) await this.showCorrectedLabels();
+    if (editCount > 0 && !this.source.isEmpty) await this.showCorrectedLabels();
   }
 
   /** @param {string} name @param {unknown} detail */
@@ -91,7 +92,7 @@ export class CorrectView {
 
   /** The key of the corrections in the store. */
   get key() {
-    return correctionStore.makeResultKey(this.job, this.time);
+    return correctionStore.makeKey(this.source, this.time);
   }
 
   /** Change the time point. @param {number} time displayed time point @param {boolean} isCorrecting whether to show the tools */
@@ -104,7 +105,7 @@ export class CorrectView {
   /** Show the tools, and the labels at full resolution with the stored corrections. @param {boolean} [force] whether to continue here if another tab is correcting the result */
   async enter(force = false) {
     this.#restoreViews();
-    const { labels } = this.viewer.scene.state;
+    const labels = this.source.getProperties(this.viewer);
     const errorText = labels === null ? NO_LABELS_MESSAGE : explainSizeLimit(labels);
     if (errorText) return this.panel.showError(errorText);
     this.panel.showProgress("Loading the labels");
@@ -116,10 +117,10 @@ export class CorrectView {
     if (signal.aborted) return correctionStore.releaseResult(key);
     correctionStore.listenForClaims(key, () => this.#pauseForOtherTab(), signal);
     try {
-      const { editor, editsMatch } = await this.#openEditor(signal);
+      const { mode, editsMatch } = await this.#openEditor(signal);
       if (signal.aborted) return undefined;
-      this.#showTools(editor);
-      await this.#showRestoredCount(editor.edits.length, editsMatch);
+      this.#showTools(mode);
+      await this.#showRestoredCount(mode.editor.edits.length, editsMatch);
     } catch (error) {
       if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
@@ -137,17 +138,17 @@ export class CorrectView {
   async #showRestoredCount(editCount, editsMatch) {
     if (!editsMatch) {
       await correctionStore.saveCorrection(this.key, 0, null);
-      this.panel.showHint("The saved corrections do not match this result and were discarded.");
+      this.panel.showHint("The saved changes do not match these labels and were discarded.");
     } else if (editCount > 0)
       this.panel.showHint(
-        `${formatCount(editCount, "saved correction")} ${editCount === 1 ? "was" : "were"} restored.`,
+        `${formatCount(editCount, `saved ${this.panel.noun}`)} ${editCount === 1 ? "was" : "were"} restored.`,
       );
   }
 
   /** Show the labels with the stored corrections but without the tools, if the labels are loaded at full resolution. */
   async showCorrectedLabels() {
     const { labels } = this.viewer.scene.state;
-    if (this.mode || this.job.time_points || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
+    if (this.mode || this.source.isSeries || !labels || !isFullResolution(labels) || explainSizeLimit(labels)) return;
     const signal = this.#resetTools();
     try {
       await this.#openEditor(signal);
@@ -168,15 +169,15 @@ export class CorrectView {
     this.#offerToContinue(MOVED_TO_OTHER_TAB_MESSAGE, "Continue here", true);
   }
 
-  /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{editor: LabelEditor, editsMatch: boolean}>} editsMatch: whether the corrections match the labels */
+  /** Show the labels with the stored corrections. @param {AbortSignal} signal @returns {Promise<{mode: CorrectionMode, editsMatch: boolean}>} editsMatch: whether the corrections match the labels */
   async #openEditor(signal) {
-    const { viewer, job } = this;
+    const { viewer, source, key } = this;
     const { image, labels, overlays } = viewer.scene.state;
-    if (image === null || labels === null) throw new Error(NO_LABELS_MESSAGE);
-    const parameters = job.time_points ? { time: Math.max(0, this.time - getFirstTime(job.parameters.time)) } : {};
-    const editableLabels = await fetchLabels(labels, { url: `jobs/${job.id}/planes`, parameters }, viewer, signal);
+    if (image === null) throw new Error(NO_LABELS_MESSAGE);
+    const editableLabels = await source.fetch(viewer, this.time, signal);
     const fullImage = (await fetchImage(image, viewer, signal)) ?? editableLabels;
-    const edits = await correctionStore.loadCorrections(this.key);
+    const edits = await correctionStore.loadCorrections(key);
+    const storedRegion = await correctionStore.loadRegion(key);
     signal.throwIfAborted();
     const editor = new LabelEditor(editableLabels, getFullResolutionVoxelSize(viewer.scene.state, image));
     const editsMatch = editor.restore(edits);
@@ -184,42 +185,69 @@ export class CorrectView {
     if (fullImage !== image) viewer.scene.set({ overlays: [] });
     showImage(viewer, fullImage);
     viewer.setLabels(editableLabels);
-    this.mode = { editor, image: fullImage, previousContent: { image, labels, overlays } };
+    const region = new Store(storedRegion ?? createRegion(source.isEmpty ? "planes" : "whole"));
+    region.subscribe(() => {
+      correctionStore.saveRegion(key, region.state);
+      this.#saveDescription();
+    });
+    const mode = { editor, region, image: fullImage, previousContent: { image, labels, overlays } };
+    this.mode = mode;
     this.displayAbort = new AbortController();
     viewer.addEventListener("draw", () => this.#pauseIfSubsampled(), { signal: this.displayAbort.signal });
-    return { editor, editsMatch };
+    return { mode, editsMatch };
   }
 
-  /** @param {LabelEditor} editor */
-  #showTools(editor) {
-    const { viewer, panel, job } = this;
+  /** @param {CorrectionMode} mode */
+  #showTools({ editor, region }) {
+    const { viewer, panel, source } = this;
     const { signal } = this.toolsAbort;
     const callbacks = {
       onedit: () => this.#showAndStoreNewestEdit(editor),
       showHint: (/** @type {string} */ text) => panel.showHint(text),
     };
-    const tools = new EditTools(viewer, editor, callbacks, signal);
+    const tools = new EditTools(viewer, editor, region, callbacks, signal);
     tools.addEventListener("tool", () => panel.updateTool());
     panel.tools = tools;
+    if (source.isEmpty) tools.brush.isSpherical = false;
     const showSelection = () => panel.showSelection(editor, viewer.scene.state);
     viewer.addEventListener("draw", showSelection, { signal });
+    // The controls for deleting objects may have changed the colors.
+    signal.addEventListener("abort", () => viewer.scene.set({ colorIndices: null }));
+    panel.suggestionControls.reset(source, signal);
+    const { regionControls } = panel;
+    viewer.addEventListener("draw", () => regionControls.updatePlane(), { signal });
+    tools.addEventListener("view", () => regionControls.updatePlane());
+    region.subscribe(() => regionControls.update(), signal);
+    regionControls.update();
     for (const root of [viewer.root, this.root])
       root.addEventListener("keydown", (event) => this.#onKey(event), { signal });
-    panel.show(
-      job.time_points
-        ? `These are the labels of time point ${this.time}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
-        : "The table on the Objects tab is updated when you open that tab.",
-    );
+    panel.show(this.#introduce(), source.getConfidences(this.time));
     this.#showCounts(editor);
     showSelection();
     this.annotatedStacks.updatePanel();
-    tools.activate("select");
+    tools.activate(source.isEmpty && editor.edits.length === 0 ? "paint" : "select");
+  }
+
+  /** Explain which labels are edited. */
+  #introduce() {
+    const { isEmpty, isSeries } = this.source;
+    const timeText = isSeries ? `These are the labels of time point ${this.time}. ` : "";
+    if (isEmpty)
+      return `${timeText}Label every object in a few planes, mark these planes with P, then save the annotation and train a model with it. All changes are saved in this browser.`;
+    return isSeries
+      ? `${timeText}Each time point is corrected separately. The table on the Objects tab does not include corrections.`
+      : "The table on the Objects tab is updated when you open that tab.";
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
     const { tools } = this.panel;
-    const action = tools && getKeyAction(event, tools, (direction) => this.#undoOrRedo(direction));
+    if (tools === null) return;
+    const { region } = tools;
+    const action = getKeyAction(event, tools, {
+      undoOrRedo: (direction) => this.#undoOrRedo(direction),
+      markPlane: () => region.set(togglePlane(region.state, tools.currentPlane)),
+    });
     if (!action) return;
     event.preventDefault();
     action();
@@ -237,7 +265,7 @@ export class CorrectView {
     if (mode === null) return;
     panel.tools = null;
     const showsCorrectedLabels =
-      keepCorrectedLabels && mode.editor.edits.length > 0 && !this.job.time_points && !this.signal.aborted;
+      keepCorrectedLabels && mode.editor.edits.length > 0 && !this.source.isSeries && !this.signal.aborted;
     if (!showsCorrectedLabels) this.#restoreViews();
     this.#emit("corrected", showsCorrectedLabels ? this.#measureObjects(mode) : null);
   }
@@ -273,8 +301,7 @@ export class CorrectView {
     if (image === null || isFullResolution(image)) return;
     const isCorrecting = this.panel.tools !== null;
     this.leave(false);
-    if (isCorrecting)
-      this.#offerToContinue("The image was reloaded. Your corrections are saved.", "Continue correcting", false);
+    if (isCorrecting) this.#offerToContinue("The image was reloaded. Your changes are saved.", "Continue", false);
   }
 
   /** Show the numbers of objects and corrections. @param {LabelEditor} editor */
@@ -312,16 +339,34 @@ export class CorrectView {
     await correctionStore.saveCorrection(this.key, 0, null);
     this.#showCounts(mode.editor);
     this.#refresh3d();
-    panel.showHint(`${formatCount(editCount, "correction")} discarded. Press Redo to restore them one by one.`);
+    panel.showHint(`${formatCount(editCount, panel.noun)} discarded. Press Redo to restore them one by one.`);
   }
 
   /** Store a correction at its index, or delete all corrections from that index onward. @param {number} index @param {import("../volumes/label_edit.js").Edit | null} edit null to delete */
   async #storeEdit(index, edit) {
     const outcome = await correctionStore.saveCorrection(this.key, index, edit);
     if (outcome === "unavailable")
-      this.panel.showHint("This browser cannot save corrections. They will be lost when you close the page.");
+      this.panel.showHint("This browser cannot save changes. They will be lost when you close the page.");
     if (outcome === "owned-by-other-tab") this.#pauseForOtherTab();
-    if (outcome === "saved" && edit !== null) await this.#storeOriginalLabels();
+    if (outcome !== "saved") return;
+    if (this.source.isEmpty) await this.#saveDescription();
+    else if (edit !== null) await this.#storeOriginalLabels();
+  }
+
+  /** Save the description of an annotation that was started from nothing, so that the start screen can list it. */
+  async #saveDescription() {
+    const { mode, source, key, stem } = this;
+    if (mode === null || !source.isEmpty) return;
+    const { editor, region } = mode;
+    await correctionStore.saveDescription(key, {
+      name: stem,
+      fragment: source.getFragment(),
+      objectCount: editor.objects.size,
+      regionText: describeRegion(region.state),
+      changed: new Date().toISOString(),
+      shape: editor.labels.shape,
+      voxelSize: this.#getVoxelSize(),
+    });
   }
 
   /** Store the original labels alongside the corrections, because the service may delete the result. */
@@ -363,6 +408,6 @@ export class CorrectView {
       npy: () => encodeNpy(labels),
       "ome.tif": () => encodeTiff(labels, this.#getVoxelSize()),
     };
-    downloadBlob(encoders[kind](), `${this.stem}_corrected.${kind}`);
+    downloadBlob(encoders[kind](), `${this.stem}_${this.source.isEmpty ? "labels" : "corrected"}.${kind}`);
   }
 }

@@ -1,13 +1,15 @@
 /** Overlay that shows the state of the tools on the slices: seeds of a split, lines, outlines, and the brush. */
 
 import { element } from "../core/elements.js";
-import { getCssColor, IN_PLANE_AXES } from "../volumes/slices.js";
+import { extractPlane, getCssColor, IN_PLANE_AXES, paintLabels } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */
 
 const SKETCH_COLOR = "#ffd166";
 const SEED_RADIUS_PIXELS = 4;
+const REGION_COLOR = "#4dd6b8";
+const OUTSIDE_COLOR = "#0008";
 
 /** Canvases, one for each view, that show the unfinished correction. */
 export class EditSketches {
@@ -19,9 +21,15 @@ export class EditSketches {
       view.stage.append(canvas);
       return canvas;
     });
+    this.suggestionCanvases = tools.viewer.views.map((view, index) => {
+      const canvas = element("canvas", { class: "sketch", "aria-hidden": "true" });
+      view.stage.insertBefore(canvas, this.canvases[index]);
+      return canvas;
+    });
+    tools.viewer.addEventListener("draw", () => this.#drawSuggestions(), { signal });
     tools.viewer.addEventListener("draw", () => this.draw(), { signal });
     signal.addEventListener("abort", () => {
-      for (const canvas of this.canvases) canvas.remove();
+      for (const canvas of [...this.canvases, ...this.suggestionCanvases]) canvas.remove();
     });
   }
 
@@ -36,10 +44,79 @@ export class EditSketches {
       context.scale(ratio, ratio);
       context.strokeStyle = context.fillStyle = SKETCH_COLOR;
       context.lineWidth = 1.5;
+      this.#drawRegion(view, context);
       this.#drawSeeds(view, context);
       this.#drawLines(view, context);
       this.#drawBrush(view, context);
     }
+  }
+
+  /** Show the outlines of the suggested objects that have not been accepted. */
+  #drawSuggestions() {
+    const { suggestions, viewer, editor } = this.tools;
+    if (suggestions === null) return;
+    const hiddenFlags = suggestions.createHiddenFlags(editor);
+    for (const [index, view] of viewer.views.entries()) {
+      const canvas = this.suggestionCanvases[index];
+      canvas.width = view.labelsCanvas.width;
+      canvas.height = view.labelsCanvas.height;
+      const context = canvas.getContext("2d");
+      if (context === null || !viewer.scene.state.showObjects) continue;
+      const image = context.createImageData(canvas.width, canvas.height);
+      const plane = extractPlane(suggestions.labels, view.axis, viewer.scene.state.position[view.axis]);
+      const ratio = view.pixelRatio ?? 1;
+      const { left, top, scaleX, scaleY } = view.getPlacement();
+      paintLabels(
+        plane,
+        image,
+        { left: left * ratio, top: top * ratio, scaleX: scaleX * ratio, scaleY: scaleY * ratio },
+        { fillObjects: false, selectedId: 0, hiddenFlags, colorIndices: suggestions.colorIndices, thickness: 1 },
+      );
+      context.putImageData(image, 0, 0);
+    }
+  }
+
+  /** Show the region in which every object is labeled. @param {SliceView} view @param {CanvasRenderingContext2D} context */
+  #drawRegion(view, context) {
+    const { kind, box, planes } = this.tools.region.state;
+    context.save();
+    context.strokeStyle = REGION_COLOR;
+    if (box && (kind === "box" || kind === "planes")) this.#drawBox(view, context, box);
+    if (kind === "planes") for (const plane of planes) this.#drawMarkedPlane(view, context, plane);
+    context.restore();
+  }
+
+  /** Darken what is outside a box. @param {SliceView} view @param {CanvasRenderingContext2D} context @param {import("../volumes/annotated_region.js").Box} box */
+  #drawBox(view, context, { low, high }) {
+    const { left, top, scaleX, scaleY } = view.getPlacement();
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
+    const planeIndex = this.tools.viewer.scene.state.position[view.axis];
+    const isInside = low[view.axis] <= planeIndex && planeIndex < high[view.axis];
+    const [x, width] = [left + low[rightAxis] * scaleX, (high[rightAxis] - low[rightAxis]) * scaleX];
+    const [y, height] = [top + low[downAxis] * scaleY, (high[downAxis] - low[downAxis]) * scaleY];
+    context.fillStyle = OUTSIDE_COLOR;
+    context.beginPath();
+    context.rect(0, 0, view.width, view.height);
+    if (isInside) context.rect(x, y, width, height);
+    context.fill("evenodd");
+    context.setLineDash(isInside ? [] : [5, 4]);
+    context.strokeRect(x, y, width, height);
+    context.setLineDash([]);
+  }
+
+  /** Show a marked plane as a frame in its own view, and as a line in the other views. @param {SliceView} view @param {CanvasRenderingContext2D} context @param {import("../volumes/annotated_region.js").MarkedPlane} plane */
+  #drawMarkedPlane(view, context, { axis, at }) {
+    const { viewer, editor } = this.tools;
+    const isOwnView = axis === view.axis;
+    if (isOwnView && at !== viewer.scene.state.position[axis]) return;
+    const { left, top, scaleX, scaleY } = view.getPlacement();
+    const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];
+    const { shape } = editor.labels;
+    const getRange = (/** @type {number} */ viewAxis) =>
+      viewAxis === axis ? [at + 0.5, at + 0.5] : [0, shape[viewAxis]];
+    const [[x, stopX], [y, stopY]] = [getRange(rightAxis), getRange(downAxis)];
+    context.lineWidth = isOwnView ? 3 : 1.5;
+    context.strokeRect(left + x * scaleX, top + y * scaleY, (stopX - x) * scaleX, (stopY - y) * scaleY);
   }
 
   /** @param {SliceView} view @param {CanvasRenderingContext2D} context */

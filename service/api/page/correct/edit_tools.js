@@ -1,10 +1,12 @@
 /** Tools that correct labels. They handle clicks, drags and keys in the views. */
 
+import { formatCount } from "../core/format.js";
+import { BoxDrag } from "../volumes/annotated_region.js";
 import { EditError } from "../volumes/label_edit.js";
 import { IN_PLANE_AXES } from "../volumes/slices.js";
 import { Brush } from "./brush.js";
 import { EditSketches } from "./edit_sketches.js";
-import { DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
+import { ACCEPT_TOOL, BOX_TOOL, DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
 
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/label_shapes.js").Point} Point */
@@ -15,18 +17,30 @@ import { DRAG_TOOLS, getArrowStep, TOOLS } from "./tool_list.js";
 
 /** Largest movement of the pointer that still counts as a click. */
 const MAX_CLICK_MOVEMENT_PIXELS = 4;
+/** Largest distance between the pointer and an edge of the box that a drag moves. */
+const MAX_EDGE_DISTANCE_PIXELS = 7;
 /** Minimum movement of the pointer after which a point is added to an outline. */
 const MIN_OUTLINE_MOVEMENT_PIXELS = 2;
 
 /** @typedef {{onedit: (edit: import("../volumes/label_edit.js").Edit) => void, showHint: (text: string) => void}} Callbacks onedit: called after each correction */
 
-/** The correction tools. They dispatch `tool` when the active tool or its options have changed. */
+/** The correction tools. They dispatch `tool` when the active tool or its options have changed, and `view` when the user has moved to another view. */
 export class EditTools extends EventTarget {
-  /** @param {Viewer} viewer @param {LabelEditor} editor @param {Callbacks} callbacks @param {AbortSignal} signal removes the tools */
-  constructor(viewer, editor, callbacks, signal) {
+  /**
+   * @param {Viewer} viewer @param {LabelEditor} editor @param {import("../core/store.js").Store<import("../volumes/annotated_region.js").Region>} region in which every object is labeled
+   * @param {Callbacks} callbacks @param {AbortSignal} signal removes the tools
+   */
+  constructor(viewer, editor, region, callbacks, signal) {
     super();
     this.viewer = viewer;
     this.editor = editor;
+    this.region = region;
+    /** The view that was used last. @type {SliceView} */
+    this.currentView = viewer.views[0];
+    /** Objects that a model suggests. @type {import("./suggestions.js").Suggestions | null} */
+    this.suggestions = null;
+    /** @type {BoxDrag | null} */
+    this.boxDrag = null;
     this.callbacks = callbacks;
     /** @type {ToolName} */
     this.tool = "select";
@@ -47,6 +61,7 @@ export class EditTools extends EventTarget {
     this.finishedEdit = editor.edits.at(-1);
     this.sketches = new EditSketches(this, signal);
     for (const view of viewer.views) this.#addEventListeners(view, signal);
+    region.subscribe(() => this.sketches.draw(), signal);
     viewer.addEventListener("pick", (event) => this.#onPick(/** @type {CustomEvent<number>} */ (event).detail), {
       signal,
     });
@@ -57,8 +72,14 @@ export class EditTools extends EventTarget {
     this.tool = name;
     this.cancel();
     for (const { stage } of this.viewer.views) stage.classList.toggle("drawing", DRAG_TOOLS.has(name));
-    this.callbacks.showHint(TOOLS.find((tool) => tool.name === name)?.hint ?? "");
+    this.callbacks.showHint([...TOOLS, BOX_TOOL, ACCEPT_TOOL].find((tool) => tool.name === name)?.hint ?? "");
     this.dispatchEvent(new Event("tool"));
+  }
+
+  /** The plane that is displayed in the view that was used last. @returns {import("../volumes/annotated_region.js").MarkedPlane} */
+  get currentPlane() {
+    const { axis } = this.currentView;
+    return { axis, at: this.viewer.scene.state.position[axis] };
   }
 
   /** Cancel an unfinished merge, split or outline. */
@@ -67,6 +88,7 @@ export class EditTools extends EventTarget {
     this.mergeId = 0;
     this.seed = null;
     this.line = null;
+    this.boxDrag = null;
     this.finishedEdit = this.editor.edits.at(-1);
     this.viewer.draw();
   }
@@ -100,13 +122,29 @@ export class EditTools extends EventTarget {
   deleteSelectedObject() {
     const { selectedId } = this.viewer.scene.state;
     if (!selectedId) this.callbacks.showHint("Select an object first.");
-    else this.#delete(selectedId);
+    else this.deleteObjects([selectedId]);
   }
 
-  /** @param {number} id */
-  #delete(id) {
+  /** Fill the planes between the labeled planes of the selected object. */
+  fillSelectedObject() {
+    const { selectedId } = this.viewer.scene.state;
+    if (selectedId) this.fillBetweenPlanes([selectedId]);
+    else this.callbacks.showHint("Select an object first.");
+  }
+
+  /** Fill the planes between the labeled planes of objects. @param {number[]} ids */
+  fillBetweenPlanes(ids) {
+    this.cancel();
+    const { axis } = this.currentView;
+    this.applyEdit(() => this.editor.fillBetweenPlanes(ids, axis), "Filled the planes between the labeled planes.");
+  }
+
+  /** Delete objects. @param {number[]} ids */
+  deleteObjects(ids) {
+    this.cancel();
     this.viewer.scene.set({ selectedId: 0 });
-    this.applyEdit(() => this.editor.delete(id), `Deleted object ${id}.`);
+    const text = ids.length === 1 ? `Deleted object ${ids[0]}.` : `Deleted ${formatCount(ids.length, "object")}.`;
+    this.applyEdit(() => this.editor.delete(...ids), text);
   }
 
   /** Start a new object with the next outline or stroke. */
@@ -149,11 +187,32 @@ export class EditTools extends EventTarget {
     return isFinished ? null : this.editor.sketch;
   }
 
+  /** Show objects that a model suggests. @param {import("./suggestions.js").Suggestions} suggestions */
+  showSuggestions(suggestions) {
+    this.suggestions = suggestions;
+    this.activate("accept");
+  }
+
+  /** Accept suggested objects. @param {number[]} ids of suggestions */
+  accept(ids) {
+    const { suggestions, editor } = this;
+    if (suggestions === null || ids.length === 0) return;
+    this.applyEdit(() => suggestions.accept(ids, editor), `Accepted ${formatCount(ids.length, "object")}.`);
+  }
+
+  /** Accept the suggested object at the crosshair. */
+  #acceptAtCrosshair() {
+    const id = this.suggestions?.idAt(this.viewer.scene.state.position, this.editor);
+    if (id) this.accept([id]);
+    else this.callbacks.showHint("There is no suggested object here. Click inside a gray outline.");
+  }
+
   /** @param {number} id of the clicked object, 0 for the background */
   #onPick(id) {
-    if (this.tool === "merge") this.#merge(id);
+    if (this.tool === "accept") this.#acceptAtCrosshair();
+    else if (this.tool === "merge") this.#merge(id);
     else if (this.tool === "split") this.#split(id);
-    else if (this.tool === "delete" && id) this.#delete(id);
+    else if (this.tool === "delete" && id) this.deleteObjects([id]);
   }
 
   /** @param {number} id */
@@ -194,6 +253,7 @@ export class EditTools extends EventTarget {
     stage.addEventListener("pointermove", (event) => this.#onPointerMove(view, event), options);
     stage.addEventListener("pointerup", (event) => this.#onPointerUp(view, event), options);
     stage.addEventListener("pointercancel", () => this.cancel(), options);
+    stage.addEventListener("focus", () => this.#use(view), options);
     stage.addEventListener(
       "pointerleave",
       () => {
@@ -212,15 +272,24 @@ export class EditTools extends EventTarget {
     stage.addEventListener("keydown", (event) => this.#onKey(view, event), options);
   }
 
+  /** @param {SliceView} view */
+  #use(view) {
+    if (this.currentView === view) return;
+    this.currentView = view;
+    this.dispatchEvent(new Event("view"));
+  }
+
   /** @param {SliceView} view @param {PointerEvent} event */
   #onPointerDown(view, event) {
     if (!DRAG_TOOLS.has(this.tool) || event.button !== 0) return;
     event.stopImmediatePropagation();
     if (this.brush.stroke !== null) return;
     view.stage.setPointerCapture(event.pointerId);
+    this.#use(view);
     const [x, y] = getStagePosition(view, event);
     const point = view.pointAt(x, y);
-    if (this.tool === "cut") this.line = { view, points: [point, point] };
+    if (this.tool === "box") this.#startBox(view, point);
+    else if (this.tool === "cut") this.line = { view, points: [point, point] };
     else if (this.tool === "add") {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
@@ -233,12 +302,14 @@ export class EditTools extends EventTarget {
   #onPointerMove(view, event) {
     const [x, y] = getStagePosition(view, event);
     this.pointer = { view, x, y };
+    this.#use(view);
     if (!DRAG_TOOLS.has(this.tool)) return;
     const isPressed = view.stage.hasPointerCapture(event.pointerId);
     if (isPressed) {
       event.stopImmediatePropagation();
       this.hasDragged ||= this.#hasMoved(event, MAX_CLICK_MOVEMENT_PIXELS);
       if (this.brush.stroke) this.#continueStroke(view.voxelAt(x, y));
+      else if (this.boxDrag) this.#changeBox(this.boxDrag, view.pointAt(x, y));
       else if (this.tool === "cut" && this.line) this.line.points[1] = view.pointAt(x, y);
       else if (this.tool === "add" && this.#hasMoved(event, MIN_OUTLINE_MOVEMENT_PIXELS))
         this.line?.points.push(view.pointAt(x, y));
@@ -258,10 +329,25 @@ export class EditTools extends EventTarget {
     event.stopImmediatePropagation();
     view.stage.releasePointerCapture(event.pointerId);
     if (this.brush.stroke) this.#endStroke();
+    else if (this.boxDrag) this.boxDrag = null;
     else if (this.tool === "cut" && this.hasDragged) this.#cut();
     else if (this.tool === "add" && this.hasDragged) this.closeOutline();
     else this.callbacks.showHint("Drag to draw, or click the corners and press C to close the outline.");
     this.viewer.draw();
+  }
+
+  /** @param {SliceView} view @param {Point} point */
+  #startBox(view, point) {
+    const { scaleX, scaleY } = view.getPlacement();
+    const tolerance = /** @type {Point} */ ([MAX_EDGE_DISTANCE_PIXELS / scaleY, MAX_EDGE_DISTANCE_PIXELS / scaleX]);
+    const { shape } = this.editor.labels;
+    this.boxDrag = new BoxDrag(this.region.state.box, shape, view.axis, point, tolerance);
+  }
+
+  /** @param {BoxDrag} boxDrag @param {Point} point */
+  #changeBox(boxDrag, point) {
+    const { kind } = this.region.state;
+    this.region.set({ box: boxDrag.moveTo(point), kind: kind === "planes" ? kind : "box" });
   }
 
   #cut() {
@@ -282,8 +368,16 @@ export class EditTools extends EventTarget {
     if (this.tool !== "add" || line === null) return;
     const { axis } = line.view;
     const previousSketch = sketch?.kind === "add" ? sketch : null;
+    const { selectedId, position } = viewer.scene.state;
+    if (this.brush.backgroundTarget === "selected" && editor.objects.has(selectedId)) {
+      this.applyEdit(
+        () => editor.extendWithOutline(selectedId, axis, position[axis], line.points),
+        `Extended object ${selectedId}.`,
+      );
+      return;
+    }
     this.applyEdit(
-      () => editor.addOutline(axis, viewer.scene.state.position[axis], line.points, previousSketch),
+      () => editor.addOutline(axis, position[axis], line.points, previousSketch),
       "Go to another plane of this view and draw the next outline, or press N to start a new object.",
     );
     const newSketch = this.sketch;
@@ -344,6 +438,8 @@ export class EditTools extends EventTarget {
       if (this.line?.view !== view) this.line = { view, points: [] };
       this.line.points.push(point);
       this.callbacks.showHint("Corner added. Press C to close the outline.");
+    } else if (this.tool === "box") {
+      this.callbacks.showHint("Drag with the pointer, or enter the first and the last plane, row and column.");
     } else if (this.tool === "cut") {
       const lineStart = this.line?.view === view ? this.line.points[0] : null;
       this.line = { view, points: [lineStart ?? point, point] };

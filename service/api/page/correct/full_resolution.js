@@ -15,12 +15,12 @@ export function isFullResolution(volume) {
   return volume.step.every((step) => step === 1);
 }
 
-/** @param {Volume} labels @returns {string} explanation if the labels are too large to be corrected, otherwise "" */
+/** @param {Pick<Volume, "data" | "fullShape">} labels @returns {string} explanation if the labels are too large to be corrected, otherwise "" */
 export function explainSizeLimit({ fullShape, data }) {
   const bytes = countVoxels(fullShape) * data.BYTES_PER_ELEMENT;
   const isSmallEnough = bytes <= MAX_LABEL_BYTES && fullShape[1] * fullShape[2] <= MAX_PLANE_VOXELS;
   if (isSmallEnough) return "";
-  return `These labels are too large to correct in the browser: ${formatBytes(bytes)} in planes of ${fullShape[2]} × ${fullShape[1]} voxels. Segment and correct a smaller part of the stack with at most ${formatBytes(MAX_LABEL_BYTES)} of labels. A part is sufficient to train a model.`;
+  return `These labels are too large to edit in the browser: ${formatBytes(bytes)} in planes of ${fullShape[2]} × ${fullShape[1]} voxels. Use a smaller part of the stack with at most ${formatBytes(MAX_LABEL_BYTES)} of labels. A part is sufficient to train a model.`;
 }
 
 /**

@@ -3,7 +3,7 @@
 import { IN_PLANE_AXES } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
-/** @typedef {"select" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase"} ToolName */
+/** @typedef {"select" | "merge" | "split" | "cut" | "delete" | "add" | "paint" | "erase" | "box" | "accept"} ToolName */
 
 /** @type {{name: ToolName, text: string, key: string, hint: string}[]} */
 export const TOOLS = [
@@ -26,7 +26,7 @@ export const TOOLS = [
     name: "add",
     text: "Outline",
     key: "a",
-    hint: "Outline a missing object in several planes of one view. The planes between them are filled. Press N to start a new object.",
+    hint: "Outline an object in several planes of one view. The planes between them are filled. Press N to start a new object.",
   },
   {
     name: "paint",
@@ -42,19 +42,34 @@ export const TOOLS = [
   },
 ];
 
+/** Tool that draws the box in which every object is labeled. It has a button of its own. */
+export const BOX_TOOL = {
+  name: /** @type {const} */ ("box"),
+  hint: "Drag a rectangle in any view. To change the box, drag one of its edges in any view.",
+};
+
+/** Tool that accepts suggested objects. It has a button of its own. */
+export const ACCEPT_TOOL = {
+  name: /** @type {const} */ ("accept"),
+  hint: "Click a gray outline to accept the suggested object. To reject an accepted object, undo or delete it.",
+};
+
 /** Tools that the user applies by dragging. @type {Set<ToolName>} */
-export const DRAG_TOOLS = new Set(["cut", "add", "paint", "erase"]);
+export const DRAG_TOOLS = new Set(["cut", "add", "paint", "erase", "box"]);
+
+/** @typedef {{undoOrRedo: (direction: "undo" | "redo") => void, markPlane: () => void}} KeyActions markPlane: marks the displayed plane as complete, or removes the mark */
 
 /**
  * Return the action for a key.
- * @param {KeyboardEvent} event @param {EditTools} tools @param {(direction: "undo" | "redo") => void} undoOrRedo
+ * @param {KeyboardEvent} event @param {EditTools} tools @param {KeyActions} actions
  * @returns {(() => void) | undefined} undefined if the key has no action
  */
-export function getKeyAction(event, tools, undoOrRedo) {
+export function getKeyAction(event, tools, { undoOrRedo, markPlane }) {
   const target = /** @type {HTMLElement} */ (event.target);
-  if (target instanceof HTMLInputElement && target.type !== "range" && target.type !== "checkbox") return undefined;
+  if (target instanceof HTMLInputElement && !["range", "checkbox", "radio"].includes(target.type)) return undefined;
   if (event.ctrlKey || event.metaKey) return getHistoryAction(event, undoOrRedo);
-  return event.altKey ? undefined : getToolAction(event.key, tools);
+  if (event.altKey) return undefined;
+  return event.key === "p" ? markPlane : getToolAction(event.key, tools);
 }
 
 /** @param {KeyboardEvent} event @param {(direction: "undo" | "redo") => void} undoOrRedo */
@@ -73,6 +88,7 @@ function getToolAction(key, tools) {
     "]": () => tools.resizeBrush(1.2),
     n: () => tools.startNewObject(),
     c: () => tools.closeOutline(),
+    i: () => tools.fillSelectedObject(),
     Delete: () => tools.deleteSelectedObject(),
     Backspace: () => tools.deleteSelectedObject(),
     Escape: () => tools.cancel(),

@@ -219,7 +219,9 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
     else if (!labelsSource) side.hint.textContent = `This result does not include time point ${time}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
-    const edits = await correctionStore.loadCorrections(correctionStore.makeResultKey(side.job, time));
+    const edits = await correctionStore.loadCorrections(
+      correctionStore.makeKey({ id: side.job.id, isSeries: Boolean(side.job.time_points) }, time),
+    );
     signal.throwIfAborted();
     side.setLabels(labels, edits);
   }

@@ -1,4 +1,4 @@
-/** Export of the corrected labels of a result that the service no longer stores. The original labels are saved in this browser. */
+/** Export of the edited labels of a result or stack that the service no longer stores. The labels are saved in this browser. */
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
@@ -10,19 +10,20 @@ import { countVoxels } from "../volumes/planes.js";
 const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
 
 /**
- * Offer to export the corrected labels as files.
- * @param {string} job id @param {string} name file name of the stack @param {() => void} ondiscard called after the user has discarded the corrections
- * @returns {Promise<boolean>} false if there are no corrections
+ * Offer to export the edited labels as files.
+ * @param {{id: string, isEmpty: boolean}} source id: prefix of the keys of the edits; isEmpty: whether the labels contained no objects before the first edit
+ * @param {string} name file name of the stack @param {() => void} ondiscard called after the user has discarded the edits
+ * @returns {Promise<boolean>} false if there are no edits
  */
-export async function offerCorrections(job, name, ondiscard) {
-  const entries = [...(await correctionStore.countAllCorrections())].filter(([key]) => key.split("@")[0] === job);
+export async function offerCorrections({ id, isEmpty }, name, ondiscard) {
+  const entries = [...(await correctionStore.countAllCorrections())].filter(([key]) => key.split("@")[0] === id);
   if (entries.length === 0) return false;
   const stem = name.replace(/(\.ome)?\.tiff?$/i, "");
   const problemText = element("p", { class: "warning-text", role: "alert" });
   const correctionCount = entries.reduce((sum, [, count]) => sum + count, 0);
   const discardCorrections = async () => {
-    if (!confirm(`Discard ${formatCount(correctionCount, "correction")} of ${name}?`)) return;
-    await correctionStore.forgetCorrections(job);
+    if (!confirm(`Discard ${formatCount(correctionCount, isEmpty ? "change" : "correction")} of ${name}?`)) return;
+    await correctionStore.forgetCorrections(id);
     dialog.close();
     ondiscard();
   };
@@ -32,25 +33,27 @@ export async function offerCorrections(job, name, ondiscard) {
     element(
       "p",
       { class: "muted" },
-      `The service no longer stores this result for ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
+      isEmpty
+        ? `The service no longer stores the stack ${name}. Your ${formatCount(correctionCount, "change")} and the region are saved in this browser. You can export the labels as a file.`
+        : `The service no longer stores this result for ${name}. Your ${formatCount(correctionCount, "correction")} and the original labels are saved in this browser. You can export the corrected labels as a file.`,
     ),
     ...entries.map(([key, count]) => createExportRow(key, count, stem, problemText)),
     problemText,
     element(
       "div",
       { class: "row between" },
-      button("Discard the corrections", discardCorrections, "link"),
+      button(isEmpty ? "Discard the annotation" : "Discard the corrections", discardCorrections, "link"),
       button("Close", () => dialog.close(), "secondary"),
     ),
   );
-  const dialog = openDialog("This result has expired", content);
+  const dialog = openDialog(isEmpty ? "This stack has expired" : "This result has expired", content);
   return true;
 }
 
 /** @param {string} key of a result, or of one time point of a time series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
 function createExportRow(key, correctionCount, stem, problemText) {
   const time = key.split("@")[1];
-  const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_corrected`;
+  const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_${key.startsWith("annotation:") ? "labels" : "corrected"}`;
   /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
   const createExportButton = (text, suffix, encode) =>
     button(
@@ -75,7 +78,8 @@ function createExportRow(key, correctionCount, stem, problemText) {
   );
 }
 
-/** @typedef {{volume: import("../volumes/planes.js").Volume, voxelSize: import("openapi").VoxelSize | null}} Labels */
+/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {{volume: Volume, voxelSize: import("openapi").VoxelSize | null}} Labels */
 
 /** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
 async function loadCorrectedLabels(key) {
@@ -83,10 +87,24 @@ async function loadCorrectedLabels(key) {
     correctionStore.loadOriginalLabels(key),
     correctionStore.loadCorrections(key),
   ]);
-  if (originalLabels === undefined) return null;
-  const { zipped, bytes, shape, voxelSize } = originalLabels;
+  if (originalLabels === undefined) {
+    // An annotation started from nothing, so that only the shape of the labels is saved.
+    const description = (await correctionStore.loadDescriptions()).find(
+      ([descriptionKey]) => descriptionKey === key,
+    )?.[1];
+    return description ? applyEdits(new Uint16Array(countVoxels(description.shape)), description, edits) : null;
+  }
+  const { zipped, bytes, shape } = originalLabels;
   const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
   const data = new ARRAY_TYPES[/** @type {keyof typeof ARRAY_TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
+  return applyEdits(data, originalLabels, edits);
+}
+
+/**
+ * @param {Volume["data"]} data labels before any edit, changed in place @param {{shape: import("../volumes/planes.js").Triple, voxelSize: Labels["voxelSize"]}} properties
+ * @param {import("../volumes/label_edit.js").Edit[]} edits @returns {Labels | null} null if the edits do not match the labels
+ */
+function applyEdits(data, { shape, voxelSize }, edits) {
   const editor = new LabelEditor({ data, shape, step: [1, 1, 1], fullShape: shape }, [1, 1, 1]);
   return editor.restore(edits) ? { volume: editor.labels, voxelSize } : null;
 }

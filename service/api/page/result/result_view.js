@@ -4,6 +4,7 @@ import { element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { formatLengths } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
+import { ResultLabels } from "../correct/label_sources.js";
 import { rememberJob } from "../stack/recent_jobs.js";
 import { describeResult, listResults } from "./compare_view.js";
 import { createExportView } from "./export_view.js";
@@ -40,7 +41,16 @@ export function showResult(root, result, table, context) {
     drawScreenshot(viewer),
   );
   const correctView =
-    job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
+    job.objects === null
+      ? null
+      : new CorrectView(
+          new ResultLabels(result, table),
+          name,
+          viewer,
+          timeNavigation.getTimePoint(),
+          capabilities,
+          signal,
+        );
   const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);
   const tables = new ObjectTables(objectsView, summary, viewer, timeNavigation, signal);
   const tabElements = createTabs([

@@ -132,7 +132,7 @@ export class ProgressView {
     const { job, isCanceling, reportedAt } = this;
     this.stateText.textContent = "The service does not respond";
     const lastReport = job
-      ? `Last report at ${formatTime(reportedAt)}: ${[describeState(job), describePercentage(job)].filter(Boolean).join(", ")}.`
+      ? `Last report at ${formatTime(reportedAt)}: ${describeProgress(job)}.`
       : "The request may not have arrived.";
     const nextStep = isCanceling
       ? "The job is canceled as soon as the service responds. Keep this page open until then."
@@ -150,6 +150,11 @@ export class ProgressView {
     const remainingText = job === null || job.seconds_left === null ? "" : `${formatDuration(job.seconds_left)} left`;
     this.detailText.textContent = [job && describePercentage(job), remainingText].filter(Boolean).join(", ");
   }
+}
+
+/** @param {Job} job */
+export function describeProgress(job) {
+  return [describeState(job), describePercentage(job)].filter(Boolean).join(", ");
 }
 
 /** @param {Job} job @returns {string} "" unless the job is running */

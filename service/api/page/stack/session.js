@@ -1,10 +1,12 @@
 /** The open stack with its metadata, its jobs, and the displayed planes and time point. */
 
 import { waitForConnection } from "../core/connection.js";
-import { byId } from "../core/elements.js";
+import { byId, element } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
 import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
+import { CorrectView } from "../correct/correct_view.js";
+import { EmptyLabels } from "../correct/label_sources.js";
 import { openGallery } from "../gallery/gallery.js";
 import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
@@ -48,6 +50,8 @@ export class Session {
     /** The request parameters of the displayed planes, as JSON. */
     this.displayedPlaneParametersJson = "";
     this.planesAbort = new AbortController();
+    /** Settles when the planes have been fetched. @type {Promise<unknown>} */
+    this.planesPromise = Promise.resolve();
     this.jobAbort = new AbortController();
     this.inspectionAbort = new AbortController();
     this.labelsAbort = new AbortController();
@@ -55,6 +59,8 @@ export class Session {
     this.job = null;
     /** The scene of the followed job, null if no job is followed. @type {string | null} */
     this.segmentedScene = null;
+    /** The labels that are annotated from nothing, or null. @type {EmptyLabels | null} */
+    this.annotatedLabels = null;
     /** The scene that was inspected last. */
     this.inspectedScene = "";
     /** @type {Inspection | null} */
@@ -79,10 +85,14 @@ export class Session {
     timeSlider.addEventListener("change", () => this.goToTimePoint(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => {
       if (this.segmentedScene !== null && getScene(settings.parameters) !== this.segmentedScene) this.#leaveJob();
+      this.#updateAnnotatedLabels();
       this.inspectLater();
     });
     settings.addEventListener("run", () => this.submitJob());
     settings.addEventListener("gallery", () => openGallery(this.service.models, this));
+    settings.addEventListener("annotate", () => this.annotate());
+    this.timeEvents.addEventListener("leaving", () => this.annotatedLabels && this.jobAbort.abort());
+    this.timeEvents.addEventListener("time", () => this.annotatedLabels && this.annotate());
     viewer.addEventListener("diameter", (event) =>
       settings.setDiameter(/** @type {CustomEvent<number>} */ (event).detail),
     );
@@ -99,11 +109,57 @@ export class Session {
   /** Hide the labels and the result of a job, because the views are about to show another scene. The job continues. */
   #leaveJob() {
     history.pushState(null, "", `#stack=${this.stackId}`);
-    this.segmentedScene = null;
+    this.#endJob();
+    this.sidePanel.replaceChildren(createChecklist());
+  }
+
+  /** Stop following a job or annotating the stack. */
+  #endJob() {
+    this.segmentedScene = this.annotatedLabels = null;
     this.jobAbort.abort();
+    this.jobAbort = new AbortController();
     this.job = null;
     this.viewer.setLabels(null);
-    this.sidePanel.replaceChildren(createChecklist());
+  }
+
+  /** Return empty labels for the displayed image, or null if no image is displayed. */
+  #createEmptyLabels() {
+    const { inspection, settings, stackId } = this;
+    if (inspection === null) return null;
+    const { file } = inspection;
+    const time = file.time_points ? this.timeSlider.time : settings.parameters.time;
+    const { channel, ...selection } = makePlaneParameters(file, settings.parameters, time, settings.parameters.channel);
+    const parameters = {
+      ...selection,
+      channel: file.channels.length > 1 ? channel : undefined,
+      voxel_size: settings.parameters.voxel_size,
+    };
+    const startJob = () => createJob(buildQuery({ ...settings.parameters, ...parameters, stack: stackId }));
+    return new EmptyLabels(stackId, parameters, settings.parameters.model, startJob);
+  }
+
+  /** Apply the settings to the labels that are annotated. If they select another image, stop annotating. */
+  #updateAnnotatedLabels() {
+    if (this.annotatedLabels === null) return;
+    const labels = this.#createEmptyLabels();
+    if (labels?.id === this.annotatedLabels.id) this.annotatedLabels.model = labels.model;
+    else this.#leaveJob();
+  }
+
+  /** Annotate the displayed image from nothing. Earlier changes in this browser are restored. */
+  async annotate() {
+    const labels = this.#createEmptyLabels();
+    if (labels === null) return;
+    this.#endJob();
+    this.annotatedLabels = labels;
+    const { signal } = this.jobAbort;
+    const fragment = `#${labels.getFragment()}`;
+    if (location.hash !== fragment) history.pushState(null, "", fragment);
+    const view = new CorrectView(labels, this.name, this.viewer, 0, this.service.capabilities, signal);
+    this.sidePanel.replaceChildren(element("div", { class: "result" }, element("h2", {}, "Annotate"), view.root));
+    view.panel.showProgress("Reading the stack");
+    await this.planesPromise.catch(() => undefined);
+    if (!signal.aborted) await view.enter();
   }
 
   /** Inspect the stack once the settings have not changed for a short time. */
@@ -178,6 +234,10 @@ export class Session {
     if (isTimeMissing && file.scenes.length > 0) return;
     await this.#showPlanes(inspection);
     this.viewer.diameterCircle.show(settings.customDiameter);
+    // The size of the brush and the volumes of objects depend on the voxel size.
+    const { annotatedLabels } = this;
+    if (annotatedLabels && annotatedLabels.query.voxel_size !== this.#createEmptyLabels()?.query.voxel_size)
+      await this.annotate();
   }
 
   /** Fetch a plane from the middle of another scene, whose shape is not known. @param {number} scene @param {unknown} allow_incomplete */
@@ -215,13 +275,14 @@ export class Session {
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
     try {
-      await fetchVolume(source, this.planesAbort.signal, (volume, fraction) => {
+      this.planesPromise = fetchVolume(source, this.planesAbort.signal, (volume, fraction) => {
         const isFirstBlock = viewer.scene.state.image !== volume;
         if (isFirstBlock) viewer.open(volume, file.voxel_size);
         if (isFirstBlock && isNewImage) viewer.adjustContrast();
         else if (!isFirstBlock) viewer.refresh();
         viewer.fetchStatus.textContent = fraction < 1 ? `Reading the stack, ${Math.round(fraction * 100)}%` : "";
       });
+      await this.planesPromise;
       if (isNewImage) viewer.adjustContrast();
       else viewer.refresh();
       channelTools.show(file, Number(planeParameters.channel) || 0, (overlayChannel, signal, onblock) =>
@@ -371,11 +432,8 @@ export class Session {
   /** Show the progress of a job, and then its result. @param {string} id */
   async followJob(id) {
     const { sidePanel } = this;
+    this.#endJob();
     this.segmentedScene = getScene(this.settings.parameters);
-    this.job = null;
-    this.viewer.setLabels(null);
-    this.jobAbort.abort();
-    this.jobAbort = new AbortController();
     const { signal } = this.jobAbort;
     const viewAbort = new AbortController();
     const progressView = this.#createProgressView(AbortSignal.any([signal, viewAbort.signal]), () =>

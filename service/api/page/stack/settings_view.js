@@ -50,7 +50,7 @@ const ADVANCED_OPTIONS = [
 const TEMPORARY_JOBS_NOTE =
   "This service deletes stacks and results when it stops or restarts. Export the results that you need.";
 
-/** Panel that dispatches `change` when a setting has changed, `run` when the user presses Segment, and `gallery` when the user wants to compare the models. */
+/** Panel that dispatches `change` when a setting has changed, `run` or `annotate` when the user presses Segment or Annotate, and `gallery` when the user wants to compare the models. */
 export class SettingsView extends EventTarget {
   /**
    * @param {HTMLElement} root
@@ -72,6 +72,8 @@ export class SettingsView extends EventTarget {
     this.runButton = button("Segment", () => this.dispatchEvent(new Event("run")), "primary wide");
     // Enabled once the service has inspected the stack.
     this.runButton.disabled = true;
+    this.annotateButton = button("Annotate by hand", () => this.dispatchEvent(new Event("annotate")), "secondary wide");
+    this.annotateButton.disabled = true;
     this.estimateText = element("p", { class: "muted", "aria-live": "polite" });
     this.nameHeading = element("h2", { class: "stack-name" });
     root.replaceChildren(
@@ -84,6 +86,7 @@ export class SettingsView extends EventTarget {
         { class: "run-box" },
         this.estimateText,
         this.runButton,
+        this.annotateButton,
         capabilities.temporary_jobs && element("p", { class: "muted small" }, TEMPORARY_JOBS_NOTE),
       ),
     );
@@ -196,7 +199,7 @@ export class SettingsView extends EventTarget {
 
   /** Show that the service no longer stores the stack of a job. */
   showMissingStack() {
-    this.isStackMissing = this.runButton.disabled = true;
+    this.isStackMissing = this.runButton.disabled = this.annotateButton.disabled = true;
     this.controls.hidden = true;
     this.estimateText.textContent =
       "This stack is no longer stored on the server, so only its labels are shown. To segment it again, open the file again.";
@@ -235,6 +238,7 @@ export class SettingsView extends EventTarget {
     if (this.modelSummary) this.modelSummary.textContent = model?.summary ?? "";
     const { estimate } = inspection;
     this.runButton.disabled = inspection.problem !== null;
+    this.annotateButton.disabled = needsScene;
     this.estimateText.classList.toggle("warning-text", inspection.problem !== null);
     const needsChannel = inspection.problem !== null && file.channels.length > 1 && !this.parameters.channel;
     const problem = needsScene
@@ -248,7 +252,7 @@ export class SettingsView extends EventTarget {
 
   /** Show why the service cannot read the stack, and offer to set its axes or to use it without the missing planes. @param {Problem} problem */
   showProblem(problem) {
-    this.runButton.disabled = true;
+    this.runButton.disabled = this.annotateButton.disabled = true;
     // Before the first successful inspection, the side panel shows the message.
     this.estimateText.textContent = this.inspection ? problem.message : "";
     this.estimateText.classList.add("warning-text");

@@ -3,9 +3,11 @@
 import { button, element, field, openDialog } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import { buildQuery, request, requestJson } from "../core/requests.js";
+import { checkAnnotation, describeRegion, encodeAnnotation } from "../volumes/annotated_region.js";
 import { encodeNpy, gzip } from "../volumes/label_files.js";
 
-/** @typedef {import("../volumes/planes.js").Volume} Volume */
+/** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
+/** @typedef {import("../volumes/annotated_region.js").Region} Region */
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
 
@@ -15,14 +17,14 @@ export async function fetchAnnotations() {
 }
 
 /**
- * Open a dialog that saves corrected labels together with their stack. The dialog asks for a name and for the part of
- * the stack that the user has checked.
- * @param {{labels: Volume, correctionCount: number, stack: string, job: string, time: number | undefined, name: string}} corrections stack and job: ids; time: time point if the job segmented a time series, otherwise undefined; name: initial name
+ * Open a dialog that saves labels together with their stack. The dialog asks for a name, and shows the region in which every
+ * object is labeled.
+ * @param {{editor: LabelEditor, region: Region, query: Record<string, unknown>, name: string}} annotation query: parameters that select the stack; name: initial name
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, time, name }) {
+export function openSaveAnnotationDialog({ editor, region, query, name }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
-  const partFields = createPartFields(labels.shape);
+  const { problem, warning } = checkAnnotation(editor, region);
   const problemText = element("p", { class: "warning-text", role: "alert" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
@@ -37,22 +39,15 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
           saveButton.disabled = true;
           saveButton.textContent = "Sending the labels";
           try {
-            const body = await gzip(encodeNpy(labels));
-            const query = buildQuery({
-              stack,
-              job,
-              time,
-              name: nameInput.value,
-              changes: correctionCount,
-              region: partFields.getRegion(),
-            });
+            const annotation = encodeAnnotation(editor, region);
+            const body = await gzip(encodeNpy(annotation.labels));
+            const parameters = buildQuery({ ...query, ...annotation.query, name: nameInput.value });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
-            savedAnnotation = await requestJson(`annotations?${query}`, { method: "POST", body, headers });
+            savedAnnotation = await requestJson(`annotations?${parameters}`, { method: "POST", body, headers });
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
-            problemText.textContent =
-              status === 404 ? `${message} Save the corrected labels as a file instead.` : message;
+            problemText.textContent = status === 404 ? `${message} Save the labels as a file instead.` : message;
             saveButton.disabled = false;
             saveButton.textContent = "Save";
           }
@@ -64,7 +59,15 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
         "The stack and its labels will be saved on the server, and you can train models with them.",
       ),
       field("Name", nameInput),
-      partFields.root,
+      element(
+        "p",
+        {},
+        region.kind === "objects"
+          ? "Only some objects are labeled."
+          : `Every object is labeled in ${describeRegion(region)}.`,
+      ),
+      element("p", { class: "muted small" }, REGION_EXPLANATIONS[region.kind]),
+      warning && element("p", { class: "warning-text" }, warning),
       problemText,
       element(
         "div",
@@ -73,50 +76,21 @@ export function openSaveAnnotationDialog({ labels, correctionCount, stack, job, 
         saveButton,
       ),
     );
+    problemText.textContent = problem;
+    saveButton.disabled = problem !== "";
     const dialog = openDialog("Save as annotated stack", form);
     dialog.addEventListener("close", () => resolve(savedAnnotation));
   });
 }
 
-/** Create the fields for the part of a stack that the user checked. @param {import("../volumes/planes.js").Triple} shape */
-function createPartFields(shape) {
-  const inputs = ["Planes", "Rows", "Columns"].map((text, axis) => {
-    /** @param {string} boundName @param {number} value */
-    const createInput = (boundName, value) =>
-      element("input", {
-        type: "number",
-        min: "1",
-        max: String(shape[axis]),
-        value: String(value),
-        required: true,
-        "aria-label": `${text}, ${boundName}`,
-      });
-    return { text, first: createInput("first", 1), last: createInput("last", shape[axis]) };
-  });
-  const rangeInputs = element(
-    "div",
-    { class: "part", hidden: true },
-    ...inputs.flatMap(({ text, first, last }) => [element("span", { class: "muted" }, text), first, "to", last]),
-  );
-  const partCheckbox = element("input", {
-    type: "checkbox",
-    onchange: () => (rangeInputs.hidden = !partCheckbox.checked),
-  });
-  const root = element(
-    "div",
-    { class: "field" },
-    element(
-      "label",
-      { class: "inline-label" },
-      partCheckbox,
-      "I checked only part of the stack. Train only on this part.",
-    ),
-    rangeInputs,
-  );
-  const getRegion = () =>
-    partCheckbox.checked ? inputs.map(({ first, last }) => `${Number(first.value) - 1}:${last.value}`).join(",") : "";
-  return { root, getRegion };
-}
+/** What training makes of the voxels without a label. @type {Record<Region["kind"], string>} */
+const REGION_EXPLANATIONS = {
+  whole: "Training treats everything without a label as background.",
+  box: "Training uses only the box, and treats everything without a label in it as background.",
+  planes:
+    "Training treats everything without a label in these planes as background. Outside these planes, it uses only the labeled objects.",
+  objects: "Training treats only a narrow rim around the labeled objects as background. Everything else is unknown.",
+};
 
 /**
  * Create the list of annotated stacks for the start screen.
@@ -151,11 +125,12 @@ export async function createAnnotationsList(openTrainingDialog) {
 }
 
 /** @param {Annotation} annotation */
-export function describeAnnotation({ objects, changes, region, base_model: model, created }) {
+export function describeAnnotation({ objects, changes, region, ignore_label, partial, base_model: model, created }) {
   const properties = [
     formatCount(objects, "object"),
-    changes ? formatCount(changes, "correction") : "",
-    region ? "part of the stack" : "",
+    changes ? formatCount(changes, model ? "correction" : "change") : "",
+    ignore_label ? "some planes" : region && !partial ? "part of the stack" : "",
+    partial ? "only some objects" : "",
   ];
   return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
 }

@@ -1,7 +1,7 @@
 /** View of a stack along one axis, with a canvas for gray values, a canvas for outlines, a crosshair and a slider. */
 
 import { element } from "../core/elements.js";
-import { extractPlane, IN_PLANE_AXES, paintGray, paintLabels } from "../volumes/slices.js";
+import { extractPlane, IN_PLANE_AXES, PLANE_NAMES, paintGray, paintLabels } from "../volumes/slices.js";
 import { clamp } from "./scene.js";
 
 /** @typedef {import("./scene.js").Axis} Axis */
@@ -10,7 +10,6 @@ import { clamp } from "./scene.js";
 /** @typedef {import("./scene.js").Triple} Triple */
 /** @typedef {import("./scene.js").Scene} Scene */
 
-const VIEW_NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
 const AXIS_LETTERS = ["z", "y", "x"];
 
 /** The canvases and controls of one view. */
@@ -107,10 +106,10 @@ export class SliceView {
     this.slider.value = String(planeIndex);
     const step = image.step[this.axis];
     const letter = AXIS_LETTERS[this.axis];
-    this.caption.value = `${VIEW_NAMES[this.axis]}   ${letter} ${planeIndex * step + 1} / ${image.fullShape[this.axis]}`;
+    this.caption.value = `${PLANE_NAMES[this.axis]}   ${letter} ${planeIndex * step + 1} / ${image.fullShape[this.axis]}`;
     this.stage.setAttribute(
       "aria-label",
-      `${VIEW_NAMES[this.axis]} view, plane ${planeIndex * step + 1} of ${image.fullShape[this.axis]}`,
+      `${PLANE_NAMES[this.axis]} view, plane ${planeIndex * step + 1} of ${image.fullShape[this.axis]}`,
     );
   }
 

@@ -20,6 +20,11 @@ const OWNER_RECORD_NUMBER = -1;
 const ANNOTATIONS_RECORD_NUMBER = -2;
 /** Record number of the labels before any correction. */
 const ORIGINAL_LABELS_RECORD_NUMBER = -3;
+/** Record number of the region in which every object is labeled. */
+const REGION_RECORD_NUMBER = -4;
+/** Record number of the description of an annotation, which the start screen lists. */
+const DESCRIPTION_RECORD_NUMBER = -5;
+const FIRST_RECORD_NUMBER = DESCRIPTION_RECORD_NUMBER;
 const TAB_ID = `${Date.now()}-${Math.random()}`;
 /** How long to wait for replies from other tabs. */
 const REPLY_TIMEOUT_MILLISECONDS = 1000;
@@ -47,9 +52,9 @@ async function openStore(mode) {
   return (await databasePromise).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
 }
 
-/** Return the key of a result's corrections. @param {import("openapi").JobReport} job @param {number} time time point, used if the job segmented a time series */
-export function makeResultKey(job, time) {
-  return job.time_points ? `${job.id}@${time}` : job.id;
+/** Return the key of the corrections of labels. @param {{id: string, isSeries: boolean}} source of the labels @param {number} time time point, used if each time point has its own labels */
+export function makeKey({ id, isSeries }, time) {
+  return isSeries ? `${id}@${time}` : id;
 }
 
 /** @param {string} key of a result, or of one time point of a time series @returns {IDBKeyRange} the keys of its corrections */
@@ -140,7 +145,48 @@ export function saveOriginalLabels(key, labels) {
   );
 }
 
-/** Delete all records of a job, including the records of its time points. @param {string} job */
+/** @param {string} key @returns {Promise<import("./annotated_region.js").Region | undefined>} the region in which every object is labeled */
+export function loadRegion(key) {
+  return withFallback(async () => toPromise((await openStore("readonly")).get([key, REGION_RECORD_NUMBER])), undefined);
+}
+
+/** @param {string} key @param {import("./annotated_region.js").Region} region */
+export function saveRegion(key, region) {
+  return withFallback(
+    async () => toPromise((await openStore("readwrite")).put(region, [key, REGION_RECORD_NUMBER])),
+    undefined,
+  );
+}
+
+/**
+ * Description of an annotation that was started from nothing.
+ * @typedef {{name: string, fragment: string, objectCount: number, regionText: string, changed: string, shape: import("./planes.js").Triple, voxelSize: import("openapi").VoxelSize | null}} AnnotationDescription
+ *   name: file name of the stack; fragment: URL fragment that opens the annotation; changed: time of the newest edit
+ */
+
+/** @param {string} key @param {AnnotationDescription} description */
+export function saveDescription(key, description) {
+  return withFallback(
+    async () => toPromise((await openStore("readwrite")).put(description, [key, DESCRIPTION_RECORD_NUMBER])),
+    undefined,
+  );
+}
+
+/** @returns {Promise<[string, AnnotationDescription][]>} keys and descriptions of the annotations that were started from nothing */
+export function loadDescriptions() {
+  return withFallback(
+    async () => {
+      const store = await openStore("readonly");
+      const keys = /** @type {[string, number][]} */ (await toPromise(store.getAllKeys()));
+      const ownKeys = keys.filter(([, recordNumber]) => recordNumber === DESCRIPTION_RECORD_NUMBER);
+      const descriptions = await Promise.all(ownKeys.map((key) => toPromise(store.get(key))));
+      return ownKeys.map(([key], index) => [key, descriptions[index]]);
+    },
+    /** @type {[string, AnnotationDescription][]} */ ([]),
+  );
+}
+
+/** Delete all records of a job or annotation, including the records of its time points. @param {string} job */
 export function forgetCorrections(job) {
   return withFallback(async () => {
     const store = await openStore("readwrite");
@@ -148,7 +194,7 @@ export function forgetCorrections(job) {
       [job, job],
       [`${job}@`, `${job}@\uffff`],
     ])
-      store.delete(IDBKeyRange.bound([firstKey, ORIGINAL_LABELS_RECORD_NUMBER], [lastKey, Number.MAX_SAFE_INTEGER]));
+      store.delete(IDBKeyRange.bound([firstKey, FIRST_RECORD_NUMBER], [lastKey, Number.MAX_SAFE_INTEGER]));
   }, undefined);
 }
 

@@ -1,13 +1,13 @@
 /** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. This module does not use the DOM. */
 
-import { divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
+import { createMask, divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
 import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./label_shapes.js").Point} Point */
-/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase"} EditKind */
+/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase" | "fill" | "accept"} EditKind */
 /** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch ids: ids of the parts of an object; seeds: the clicked voxel of each part */
 /** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of the outline's plane along the axis (stored corrections contain this name) */
 
@@ -266,18 +266,111 @@ export class LabelEditor {
     }
   }
 
+  /** Replace the id of all voxels of an object, run by run. @param {number} oldId @param {number} newId */
+  #replaceId(oldId, newId) {
+    const extent = this.objects.get(oldId);
+    if (extent === undefined) throw new EditError("This object no longer exists. Select another one.");
+    const { data } = this.labels;
+    const [depth, height] = [0, 1].map((axis) => extent.high[axis] - extent.low[axis]);
+    const first = this.#getIndex(extent.low);
+    const width = extent.high[2] - extent.low[2];
+    this.#closeRun();
+    for (let row = 0; row < depth * height; row += 1) {
+      const rowStart = first + Math.floor(row / height) * this.strides[0] + (row % height) * this.strides[1];
+      const rowStop = rowStart + width;
+      for (let start = rowStart; start < rowStop; start += 1) {
+        if (data[start] !== oldId) continue;
+        const runStart = start;
+        while (start < rowStop && data[start] === oldId) start += 1;
+        // Runs are short, so that a loop is faster than `fill`.
+        for (let index = runStart; index < start; index += 1) data[index] = newId;
+        this.openRun = { start: runStart, length: start - runStart, oldId, newId };
+        this.#closeRun();
+      }
+    }
+  }
+
   /** Merge one object into another. @param {number} id of the object that remains @param {number} otherId of the object that is merged */
   merge(id, otherId) {
     if (id === otherId) throw new EditError("This is the same object. Click another one.");
     if (!this.objects.has(id)) throw new EditError("This object no longer exists. Select another one.");
-    this.#forEachVoxel(otherId, (index) => this.#writeVoxel(index, id));
+    this.#replaceId(otherId, id);
     return this.commit("merge");
   }
 
-  /** Delete an object. @param {number} id */
-  delete(id) {
-    this.#forEachVoxel(id, (index) => this.#writeVoxel(index, 0));
+  /** Delete objects. @param {...number} ids */
+  delete(...ids) {
+    for (const id of ids) this.#replaceId(id, 0);
     return this.commit("delete");
+  }
+
+  /**
+   * Fill the planes between the planes in which objects are labeled, with interpolated shapes. Other objects keep their voxels.
+   * @param {number[]} ids @param {Axis} axis along which planes are filled; if there are none, a single object is filled along another axis
+   */
+  fillBetweenPlanes(ids, axis) {
+    const otherAxes = /** @type {Axis[]} */ ([0, 1, 2]).filter((otherAxis) => otherAxis !== axis);
+    const axes = ids.length === 1 ? [axis, ...otherAxes] : [axis];
+    for (const id of ids) {
+      const fillAxis = axes.find((candidate) => this.#hasEmptyPlane(id, candidate));
+      if (fillAxis === undefined) continue;
+      const masks = [...this.#extractMasks(id, fillAxis)].sort(([first], [second]) => first - second);
+      const planes = masks.map(([at]) => ({ at }));
+      const outlineMasks = masks.map(([, mask]) => mask);
+      this.#writeMasks(id, fillAxis, fillBetweenOutlines(planes, outlineMasks));
+    }
+    const edit = this.commit("fill");
+    if (edit === null)
+      throw new EditError("There are no planes to fill. Label the same object in two planes that are not adjacent.");
+    return edit;
+  }
+
+  /** Return whether an object has no voxels in a plane between two planes in which it has voxels. @param {number} id @param {Axis} axis */
+  #hasEmptyPlane(id, axis) {
+    const extent = this.objects.get(id);
+    if (extent === undefined) return false;
+    const { data } = this.labels;
+    const [depth, height, width] = extent.low.map((low, extentAxis) => extent.high[extentAxis] - low);
+    const occupied = new Uint8Array([depth, height, width][axis]);
+    const first = this.#getIndex(extent.low);
+    for (let row = 0; row < depth * height; row += 1) {
+      const plane = axis === 0 ? Math.floor(row / height) : row % height;
+      if (axis < 2 && occupied[plane]) continue;
+      const start = first + Math.floor(row / height) * this.strides[0] + (row % height) * this.strides[1];
+      const rowIds = data.subarray(start, start + width);
+      if (axis < 2) occupied[plane] = Number(rowIds.includes(id));
+      else for (let x = 0; x < width; x += 1) occupied[x] ||= Number(rowIds[x] === id);
+    }
+    // The extent of an object may be larger than necessary.
+    return occupied.subarray(occupied.indexOf(1), occupied.lastIndexOf(1)).includes(0);
+  }
+
+  /** Return the masks of the planes in which an object has voxels. @param {number} id @param {Axis} axis @returns {Map<number, import("./label_shapes.js").Mask>} by plane */
+  #extractMasks(id, axis) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+    /** Points down and to the right by plane. @type {Map<number, number[]>} */
+    const points = new Map();
+    this.#forEachVoxel(id, (_, ...position) => {
+      const planePoints = points.get(position[axis]) ?? [];
+      if (planePoints.length === 0) points.set(position[axis], planePoints);
+      planePoints.push(position[downAxis], position[rightAxis]);
+    });
+    return new Map([...points].map(([plane, planePoints]) => [plane, createMask(planePoints)]));
+  }
+
+  /** Write the masks of an object to voxels of the background. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks by plane */
+  #writeMasks(id, axis, masks) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+    const { strides } = this;
+    const { data, shape } = this.labels;
+    for (const [plane, { values, top, left, width }] of masks) {
+      values.forEach((isInside, index) => {
+        const [v, u] = [top + Math.floor(index / width), left + (index % width)];
+        if (!isInside || v < 0 || u < 0 || v >= shape[downAxis] || u >= shape[rightAxis]) return;
+        const voxelIndex = plane * strides[axis] + v * strides[downAxis] + u * strides[rightAxis];
+        if (data[voxelIndex] === 0) this.#writeVoxel(voxelIndex, id);
+      });
+    }
   }
 
   /**
@@ -381,17 +474,26 @@ export class LabelEditor {
     const id = isContinued ? sketch.id : this.#createId();
     const masks = fillBetweenOutlines(outlines, /** @type {import("./label_shapes.js").Mask[]} */ (outlineMasks));
     if (isContinued) this.#removeVoxelsOutside(id, axis, masks);
-    const { strides } = this;
-    const { data } = this.labels;
-    for (const [plane, { values, top, left, width }] of masks) {
-      values.forEach((isInside, index) => {
-        const [v, u] = [top + Math.floor(index / width), left + (index % width)];
-        if (!isInside || v < 0 || u < 0 || v >= shape[downAxis] || u >= shape[rightAxis]) return;
-        const voxelIndex = plane * strides[axis] + v * strides[downAxis] + u * strides[rightAxis];
-        if (data[voxelIndex] === 0) this.#writeVoxel(voxelIndex, id);
-      });
-    }
+    this.#writeMasks(id, axis, masks);
     return this.commit("add", { kind: "add", id, axis, outlines });
+  }
+
+  /**
+   * Add an outline to an existing object, and fill the planes between the outline and the nearest labeled planes.
+   * @param {number} id @param {Axis} axis normal to the plane @param {number} planeIndex @param {Point[]} points of the outline
+   */
+  extendWithOutline(id, axis, planeIndex, points) {
+    const [downAxis, rightAxis] = IN_PLANE_AXES[axis];
+    const { shape } = this.labels;
+    const outlineMask = fillPolygon(points, [shape[downAxis], shape[rightAxis]]);
+    if (outlineMask === null) throw new EditError("The outline contains no voxels. Draw a larger outline.");
+    const masks = this.#extractMasks(id, axis).set(planeIndex, outlineMask);
+    const planes = [...masks.keys()].sort((first, second) => first - second);
+    const index = planes.indexOf(planeIndex);
+    const neighbors = planes.slice(Math.max(0, index - 1), index + 2).map((at) => ({ at }));
+    const neighborMasks = neighbors.map(({ at }) => /** @type {import("./label_shapes.js").Mask} */ (masks.get(at)));
+    this.#writeMasks(id, axis, fillBetweenOutlines(neighbors, neighborMasks));
+    return this.commit("add");
   }
 
   /** Remove the voxels of an object that are outside the masks. @param {number} id @param {Axis} axis @param {Map<number, import("./label_shapes.js").Mask>} masks */
@@ -438,6 +540,18 @@ export class LabelEditor {
   #paintVoxel(index, { id, isErasing, isOverwriting }) {
     const currentId = this.labels.data[index];
     if (isOverwriting || currentId === (isErasing ? id : 0)) this.#writeVoxel(index, isErasing ? 0 : id);
+  }
+
+  /** Copy objects of other labels to voxels of the background. @param {LabelEditor} other editor of labels with the same shape @param {number[]} ids of objects in the other labels @returns {{edit: Edit | null, newIds: number[]}} newIds: ids of the copies */
+  addObjects(other, ids) {
+    const newIds = ids.map((id) => {
+      const newId = this.#createId();
+      other.#forEachVoxel(id, (index) => {
+        if (this.labels.data[index] === 0) this.#writeVoxel(index, newId);
+      });
+      return newId;
+    });
+    return { edit: this.commit("accept"), newIds };
   }
 
   /** Reserve an id for a new object, which the caller paints next. @returns {number} */

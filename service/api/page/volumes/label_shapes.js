@@ -125,6 +125,22 @@ export function divideMask(mask, shape, voxelSize, seeds) {
   return parts;
 }
 
+/** Create the mask of a set of voxels. @param {number[]} points coordinates down and to the right, alternating @returns {Mask} */
+export function createMask(points) {
+  let [top, left, bottom, right] = [Infinity, Infinity, 0, 0];
+  for (let index = 0; index < points.length; index += 2) {
+    top = Math.min(top, points[index]);
+    bottom = Math.max(bottom, points[index] + 1);
+    left = Math.min(left, points[index + 1]);
+    right = Math.max(right, points[index + 1] + 1);
+  }
+  const [height, width] = [bottom - top, right - left];
+  const values = new Uint8Array(height * width);
+  for (let index = 0; index < points.length; index += 2)
+    values[(points[index] - top) * width + points[index + 1] - left] = 1;
+  return { values, top, left, height, width };
+}
+
 /**
  * Create the mask of the voxels whose centers are inside a closed outline.
  * @param {Point[]} points @param {Point} size of the plane @returns {Mask | null} null if there are no such voxels

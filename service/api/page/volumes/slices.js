@@ -12,6 +12,9 @@ export const IN_PLANE_AXES = /** @type {const} */ ([
   [1, 0],
 ]);
 
+/** For each axis, the name of the view along that axis, and of its planes. */
+export const PLANE_NAMES = /** @type {const} */ (["XY", "XZ", "ZY"]);
+
 /**
  * Extract a plane. A plane normal to z shares the memory of the volume; other planes are copied.
  * @param {Volume} volume @param {Axis} axis normal to the plane @param {number} position index of the plane

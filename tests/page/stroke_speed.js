@@ -1,0 +1,53 @@
+// Measures the frames of a stroke and of undo in the views of a stack of 64 x 512 x 512 voxels with 2,000 objects. Returns
+// medians in milliseconds, which include changing the labels and drawing all views.
+async () => {
+  const { Viewer } = await import("/page/viewer/viewer.js");
+  const { CorrectView } = await import("/page/correct/correct_view.js");
+  const shape = [64, 512, 512];
+  const createVolume = data => ({ data, shape, step: [1, 1, 1], fullShape: shape });
+  const labels = new Uint16Array(64 * 512 * 512);
+  let id = 0;
+  for (let z = 0; z < 64; z += 16)
+    for (let y = 0; y < 484; y += 22)
+      for (let x = 0; x < 484; x += 22) {
+        id += 1;
+        for (let w = z; w < z + 15; w++)
+          for (let v = y; v < y + 20; v++) labels.fill(id, (w * 512 + v) * 512 + x, (w * 512 + v) * 512 + x + 20);
+      }
+  document.getElementById("start").hidden = true;
+  document.getElementById("work").hidden = false;
+  const waitForFrame = () => new Promise(done => requestAnimationFrame(done));
+  const viewer = new Viewer(document.getElementById("viewer"));
+  viewer.open(createVolume(labels.map(label => 7 * (label % 90))), { z: 1, y: 0.5, x: 0.5 });
+  viewer.adjustContrast();
+  await waitForFrame();
+  await waitForFrame();
+  const source = {
+    id: "speed", isEmpty: false, isSeries: false, model: "", startJob: null, getProperties: () => createVolume(labels),
+    fetch: async () => createVolume(labels), getConfidences: () => new Map(), getQuery: () => ({}), getFragment: () => "",
+  };
+  const view = new CorrectView(source, "", viewer, 0, { corrections: true }, new AbortController().signal);
+  await view.enter();
+  const { tools } = view.panel;
+  tools.region.set({ kind: "box", box: { low: [4, 40, 40], high: [60, 480, 480] } });
+  tools.activate("paint");
+  const measure = async action => {
+    await waitForFrame();
+    const start = performance.now();
+    action();
+    viewer.drawNow();
+    return performance.now() - start;
+  };
+  const durations = { stroke: [], undo: [] };
+  for (let stroke = 0; stroke < 5; stroke++) {
+    tools.brush.startStroke(viewer.views[0], [32, 60 + 60 * stroke, 80], false);
+    for (let k = 1; k < 12; k++)
+      durations.stroke.push(await measure(() => tools.brush.paintTo([32, 60 + 60 * stroke + k, 80 + 6 * k])));
+    tools.cancel();
+  }
+  const editCount = tools.editor.edits.length;
+  for (let k = 0; k < 5; k++) durations.undo.push(await measure(() => tools.undo()));
+  if (viewer.views.some(({ width, height }) => width * height < 10_000)) throw new Error("the views are not visible");
+  const takeMedian = values => values.sort((a, b) => a - b)[values.length >> 1];
+  return { stroke: takeMedian(durations.stroke), undo: takeMedian(durations.undo), edits: editCount };
+}
