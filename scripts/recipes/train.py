@@ -35,8 +35,8 @@ from scripts.recipes.sources import (
 )
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import ExampleDataset, ExamplePool, StackSource, TargetFunction, draw_batch, read_pairs
-from service.training.targets.instances import compute_instance_targets, instance_loss
 from service.training.model_folder import save_weights
+from service.training.targets.instances import compute_instance_targets, instance_loss
 from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
 
 log = logging.getLogger(__name__)

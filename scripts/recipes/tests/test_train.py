@@ -24,8 +24,8 @@ from service.core.types import Segmentation
 from service.formats.tiff import writer as tiff_writer
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import ExampleDataset, draw_batch
-from service.training.targets.instances import instance_loss
 from service.training.model_folder import save_weights
+from service.training.targets.instances import instance_loss
 
 
 def small_pool(size: int) -> HostPool:

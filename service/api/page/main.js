@@ -279,19 +279,23 @@ async function loadCapabilities() {
 /** Cancels the requests of the current view when another view opens. */
 let viewAbort = new AbortController();
 
+/** Functions that open the view of a resource. @type {Record<string, (id: string, parameters: Record<string, string>, signal: AbortSignal) => unknown>} */
+const VIEWS = {
+  compare: (ids, _parameters, signal) => openComparison(ids.split(encodeURIComponent(",")), signal),
+  batch: (id, _parameters, signal) => openBatchView(decodeURIComponent(id), signal),
+  folder: (id, _parameters, signal) => openServerFolder(id, signal),
+  job: openJob,
+  stack: openStack,
+  project: (id, _parameters, signal) => openProject(id, signal),
+  annotate: openAnnotationDraft,
+  training: (id, _parameters, signal) => openTrainingRun(id, signal),
+};
+
 /** @param {string} kind @param {string} id @param {Record<string, string>} parameters settings of the segmentation @param {AbortSignal} signal */
 async function openView(kind, id, parameters, signal) {
-  // Encoded, so that a link with an id such as `x/../../models/NAME` cannot lead to another resource.
-  const encodedId = encodeURIComponent(id);
   if (kind === "status") return openStatus(signal);
-  if (kind === "compare" && id) return openComparison(id.split(",").map(encodeURIComponent), signal);
-  if (kind === "batch" && id) return openBatchView(id, signal);
-  if (kind === "folder" && id) return openServerFolder(encodedId, signal);
-  if (kind === "job" && id) return openJob(encodedId);
-  if (kind === "stack" && id) return openStack(encodedId, parameters);
-  if (kind === "project" && id) return openProject(encodedId, signal);
-  if (kind === "annotate" && id) return openAnnotationDraft(encodedId, parameters);
-  if (kind === "training" && id) return openTrainingRun(encodedId, signal);
+  // The id is encoded, so that a link with an id such as `x/../../models/NAME` cannot lead to another resource.
+  if (Object.hasOwn(VIEWS, kind) && id) return VIEWS[kind](encodeURIComponent(id), parameters, signal);
   return showStartView();
 }
 
