@@ -99,10 +99,10 @@ class FineTuningResult:
 def is_better(after: ObjectCounts, before: ObjectCounts) -> bool:
     """Return whether the F1 score at an IoU of 0.5 increased, or the one at 0.7 if the first one is equal.
 
-    Models that predict boundaries are compared by the variation of information.
+    Models that predict boundaries are compared by the F1 score minus the variation of information.
     """
-    if after.voi is not None and before.voi is not None:
-        return after.voi < before.voi
+    if after.partition_rating is not None and before.partition_rating is not None:
+        return after.partition_rating > before.partition_rating
     return (after.f1, after.f1_strict) > (before.f1, before.f1_strict)
 
 

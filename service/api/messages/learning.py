@@ -219,8 +219,8 @@ class TrainingReport(BaseModel):
       over union (IoU) of 0.5.
     - `before`, `after`: F1 scores of the base model and the new model on held-out parts of the annotated stacks, at the
       same IoU.
-    - `better`: whether the new model has a higher score than the base model, or for boundaries a lower variation of
-      information, which is part of `message`. If not, the state is `unimproved`, and
+    - `better`: whether the new model has a higher score than the base model, or for boundaries a higher F1 score minus
+      the variation of information, which is part of `message`. If not, the state is `unimproved`, and
       there is no new model, unless the operator has set `trainings.keep_worse`.
     - `message`: the outcome as a sentence, or why the training run failed.
     """

@@ -43,22 +43,17 @@ class _Flooded(NamedTuple):
     overlaps: OverlapTable
 
 
-def choose_boundary_decoding(parts: Sequence[ScoredPart], spec: ModelSpec, *, is_thorough: bool) -> ChosenDecoding:
-    """Return the decoding with the lowest variation of information and, for it, the size limit with the best F1 score.
+def choose_boundary_decoding(parts: Sequence[ScoredPart], spec: ModelSpec) -> ChosenDecoding:
+    """Return the decoding with the best F1 score minus the variation of information.
 
-    Without `is_thorough`, only `beta` and the size limit are chosen, which takes a fifth of the time. The counts are
-    estimates, because small objects are left out instead of merged with their neighbors.
+    The counts are estimates, because small objects are left out instead of merged with their neighbors.
     """
-    best, best_voi, best_tables = _require_boundaries(spec), np.inf, list[OverlapTable]()
-    for decoding, tables in _cluster_all(parts, spec, is_thorough=is_thorough):
-        voi = _count_all(tables, 0).voi or 0.0
-        if voi < best_voi:
-            best, best_voi, best_tables = decoding, voi, tables
-    choices = [
-        ChosenDecoding(best.model_copy(update={"minimum_size": size}), _count_all(best_tables, size))
+    choices = (
+        ChosenDecoding(decoding.model_copy(update={"minimum_size": size}), _count_all(tables, size))
+        for decoding, tables in _cluster_all(parts, spec)
         for size in MINIMUM_SIZES
-    ]
-    return max(choices, key=lambda choice: choice.counts.f1)
+    )
+    return max(choices, key=lambda choice: choice.counts.partition_rating or 0.0)
 
 
 def match_boundary_objects(part: ScoredPart, spec: ModelSpec) -> tuple[ObjectCounts, Objects]:
@@ -77,14 +72,11 @@ def _require_boundaries(spec: ModelSpec) -> Boundaries:
     return spec.decoding
 
 
-def _cluster_all(
-    parts: Sequence[ScoredPart], spec: ModelSpec, *, is_thorough: bool
-) -> Iterator[tuple[Boundaries, list[OverlapTable]]]:
+def _cluster_all(parts: Sequence[ScoredPart], spec: ModelSpec) -> Iterator[tuple[Boundaries, list[OverlapTable]]]:
     """Yield decodings, with the voxels that the true objects and the merged supervoxels of each part share."""
-    base = _require_boundaries(spec)
-    for watershed in _vary(base, WATERSHEDS) if is_thorough else [base]:
+    for watershed in _vary(_require_boundaries(spec), WATERSHEDS):
         flooded_parts = [_flood(part, spec, watershed) for part in parts]
-        for merging in _vary(watershed, AGGLOMERATIONS) if is_thorough else [watershed]:
+        for merging in _vary(watershed, AGGLOMERATIONS):
             faces = [boundaries.measure_faces(*part[:3], merging) for part in flooded_parts]
             for decoding in _vary(merging, BETAS):
                 clusters = [boundaries.merge_supervoxels(part_faces, decoding) for part_faces in faces]

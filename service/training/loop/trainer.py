@@ -109,7 +109,7 @@ class Trainer:
             rng = np.random.default_rng([plan.seed, 3])
             images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
             recompute_statistics(self._averaged_network, images)
-            scores, decoding = self._validator.validate(self.compute_averaged_scores, is_final=True)
+            scores, decoding = self._validator.validate(self.compute_averaged_scores)
             if self.best_scores.is_better_than(scores):
                 self._averaged_network.load_state_dict(self._best_weights)
             else:

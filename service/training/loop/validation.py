@@ -80,11 +80,8 @@ class Validator:
         self._parts = [limit_part(part, MAX_VALIDATION_VOXELS // len(parts)) for part in parts]
 
     @torch.no_grad()
-    def validate(self, network: Network, *, is_final: bool = False) -> tuple[ValidationScores, Instances | Boundaries]:
-        """Return the scores of a network, and the decoding with which it has these scores.
-
-        In the final validation, more decodings of boundaries are tried.
-        """
+    def validate(self, network: Network) -> tuple[ValidationScores, Instances | Boundaries]:
+        """Return the scores of a network, and the decoding with which it has these scores."""
         losses, dice_scores = list[float](), list[Tensor]()
         for images, targets in self.tiles:
             scores = network(images).cpu()
@@ -94,9 +91,7 @@ class Validator:
         mean_dice = float(torch.cat(dice_scores).nanmean()) if dice_scores else math.nan
         scored_parts = [compute_part_scores(network, part, self.spec) for part in self._parts]
         if isinstance(self.spec.decoding, Boundaries):
-            decoding, counts = _boundary_choice().choose_boundary_decoding(
-                scored_parts, self.spec, is_thorough=is_final
-            )
+            decoding, counts = _boundary_choice().choose_boundary_decoding(scored_parts, self.spec)
         else:
             decoding, counts = choose_decoding(scored_parts, self.spec)
         return ValidationScores(

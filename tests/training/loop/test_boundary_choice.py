@@ -36,7 +36,7 @@ def make_part(truth: NDArray[np.uint8], certainty: float = 3.0, offset: float = 
 @pytest.mark.parametrize("offset", [-2.5, 0.0, 2.0])
 def test_chosen_decoding_suits_the_bias_of_the_network(truth: NDArray[np.uint8], offset: float) -> None:
     part, spec = make_part(truth, offset=offset), make_spec()
-    decoding, counts = choose_boundary_decoding([part, part], spec, is_thorough=True)
+    decoding, counts = choose_boundary_decoding([part, part], spec)
     assert (counts.true, counts.f1) == (16, 1.0)
     assert counts.voi == pytest.approx(0, abs=0.3)
     found, objects = match_boundary_objects(part, spec.model_copy(update={"decoding": decoding}))
@@ -51,8 +51,8 @@ def test_affinities_distinguish_true_from_false_boundaries(truth: NDArray[np.uin
     affinities = torch.from_numpy(np.where(connected, 3, -3)).float()
     affinities[:3] = -boundary
     scores = torch.cat([boundary[None], affinities])[None]
-    false = choose_boundary_decoding([ScoredPart(scores[:, :1], truth)], make_spec(), is_thorough=True).counts
-    true = choose_boundary_decoding([ScoredPart(scores, truth)], make_spec(OFFSETS), is_thorough=True).counts
+    false = choose_boundary_decoding([ScoredPart(scores[:, :1], truth)], make_spec()).counts
+    true = choose_boundary_decoding([ScoredPart(scores, truth)], make_spec(OFFSETS)).counts
     assert false.f1 < 0.5
     assert true.f1 > 0.9
 
@@ -61,5 +61,5 @@ def test_unknown_voxels_are_not_counted(truth: NDArray[np.uint8]) -> None:
     unknown = np.zeros(truth.shape, np.bool_)
     unknown[:, :, 20:] = True
     part = make_part(truth)._replace(unknown=unknown)
-    counts = choose_boundary_decoding([part], make_spec(), is_thorough=False).counts
+    counts = choose_boundary_decoding([part], make_spec()).counts
     assert (counts.true, counts.voxels) == (4, truth.size // 2)
