@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -10,7 +11,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.serving.jobs.projects.store import Member, MemberKind, Project
-from service.serving.jobs.record import JobRecord
 
 MAX_MEMBERS_PER_REQUEST = 2000
 ARCHIVE_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -96,7 +96,9 @@ class MemberReport(BaseModel):
 
     - `available`: whether the member still exists. The other properties are null if it was deleted.
     - `objects`: number of objects of a result or of an annotated stack.
-    - `model`: name and version of the model of a result; base model of an annotated stack or of a trained model.
+    - `model`: name and version of a model, of the model of a result, or of the base model of an annotated stack.
+    - `channel`: channel that was segmented, as in the request; null if the request did not select a channel.
+    - `time_points`: number of time points of a time series; null for other results.
     - `has_table`: whether a result has a table, and its objects are therefore in the table of the project.
     - `job`: id of the job whose labels were corrected, for an annotated stack.
     - `bytes`: size of the result or of the annotated stack.
@@ -112,6 +114,8 @@ class MemberReport(BaseModel):
     objects: int | None = None
     model: str | None = None
     confidence: float | None = None
+    channel: str | None = None
+    time_points: int | None = None
     has_table: bool | None = None
     job: str | None = None
     bytes: int | None = None
@@ -187,35 +191,24 @@ def report_project(project: Project, members: list[MemberReport]) -> ProjectRepo
 
 def summarize_project(project: Project) -> ProjectSummary:
     """Report a project without its members."""
-    return ProjectSummary(**_describe_project(project), members=count_members(project.members))
+    return ProjectSummary(**_describe_project(project), members=Counter(member.key.kind for member in project.members))
 
 
-def report_deletion(project: Project, released: Sequence[JobRecord], keep_seconds: float) -> ProjectDeletion:
-    """Report a deleted project. `released` are its jobs that are in no other project."""
-    names = {member.key.id: member.name for member in project.members}
-    results = [
-        ReleasedResult(job=record.id, name=names[record.id], expires=to_utc((record.ended or 0.0) + keep_seconds))
-        for record in released
-    ]
-    kept = count_members(project.members)
-    kept["job"] = kept.get("job", 0) - len(results)
-    expired_count = sum(result.expires <= datetime.now(UTC) for result in results)
+def report_deletion(project: ProjectReport, released_jobs: Collection[str]) -> ProjectDeletion:
+    """Report a deleted project. `released_jobs` are the ids of its jobs that are in no other project."""
+    released, kept = list[ReleasedResult](), list[MemberKind]()
+    for member in project.members:
+        if member.id in released_jobs and member.expires is not None:
+            released.append(ReleasedResult(job=member.id, name=member.name, expires=member.expires))
+        elif member.available:
+            kept.append(member.kind)
+    expired_count = sum(result.expires <= datetime.now(UTC) for result in released)
     message = (
-        f"Deleted the project {project.name}. Results that are in no other project: {len(results)}. Of these,"
+        f"Deleted the project {project.name}. Results that are in no other project: {len(released)}. Of these,"
         f" {expired_count} have expired and are being deleted, and the others are deleted when they expire. Annotated"
-        f" stacks ({kept.get('annotation', 0)}) and models ({kept.get('model', 0)}) are not deleted."
+        f" stacks ({kept.count('annotation')}) and models ({kept.count('model')}) are not deleted."
     )
-    return ProjectDeletion(
-        released=results, kept={kind: count for kind, count in kept.items() if count}, message=message
-    )
-
-
-def count_members(members: tuple[Member, ...]) -> dict[MemberKind, int]:
-    """Return the number of members by kind. Kinds without members are omitted."""
-    counts: dict[MemberKind, int] = {}
-    for member in members:
-        counts[member.key.kind] = counts.get(member.key.kind, 0) + 1
-    return counts
+    return ProjectDeletion(released=released, kept=Counter(kept), message=message)
 
 
 def _describe_project(project: Project) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 /** Entry point of the web UI. It opens the view, stack or job that the URL fragment selects. */
 
 import { createBatchList } from "./batch/batch_list.js";
+import { listDone } from "./batch/batch_results.js";
 import { findBatch } from "./batch/batch_store.js";
 import { BatchView } from "./batch/batch_view.js";
 import { acceptDrops } from "./batch/collect_files.js";
@@ -8,11 +9,14 @@ import { showFolderForm } from "./batch/folder_form.js";
 import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
-import { watchConnection } from "./core/connection.js";
+import { checkConnection, watchConnection } from "./core/connection.js";
 import { byId } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
+import { offerProject } from "./project/offer.js";
+import { createProjectList } from "./project/project_list.js";
+import { showProject } from "./project/project_view.js";
 import { showComparison } from "./result/compare_view.js";
 import { offerCorrections } from "./result/missing_result.js";
 import { createChecklist } from "./stack/guidance.js";
@@ -47,11 +51,13 @@ const service = {
 /** @type {Session | null} */
 let session = null;
 
-/** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare" | "batch"} id @param {string} title */
+/** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare" | "batch" | "project"} id @param {string} title */
 function showView(id, title) {
-  for (const view of ["start", "work", "status", "training", "compare", "batch"]) byId(view).hidden = view !== id;
+  for (const view of ["start", "work", "status", "training", "compare", "batch", "project"])
+    byId(view).hidden = view !== id;
   byId("new-stack").hidden = id === "start";
   byId("to-batch").hidden = true;
+  offerProject(null);
   byId("title").textContent = title;
   document.body.classList.remove("busy");
   hideError();
@@ -98,6 +104,7 @@ function showStartView() {
     openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
   });
   showBatches().catch(showError);
+  showProjects().catch(showError);
   if (service.capabilities.corrections) showTrainingLists().catch(showError);
 }
 
@@ -105,6 +112,13 @@ function showStartView() {
 async function showBatches() {
   const list = await createBatchList(showStartView);
   if (list && !byId("start").hidden) byId("start").children[0]?.after(list);
+}
+
+/** List the projects on the start screen. */
+async function showProjects() {
+  const list = await createProjectList();
+  byId("start").querySelector(".projects")?.remove();
+  if (!byId("start").hidden) byId("start").append(list);
 }
 
 /** List the annotated stacks and the training runs on the start screen. */
@@ -154,6 +168,7 @@ async function openJob(id) {
   openedSession.settings.restore({ ...parameterStrings, model: String(parameters.model ?? job.model.split("/")[0]) });
   rememberJob({ job: id, stack: openedSession.stackId, name: job.name, model: job.model, created: job.created });
   const inspection = stack ? openedSession.inspect() : Promise.resolve(openedSession.settings.showMissingStack());
+  offerProject(() => [{ id, name: job.name }]);
   await Promise.all([inspection, openedSession.followJob(id)]);
 }
 
@@ -172,6 +187,7 @@ async function openBatchView(id, signal) {
   const openEntry = (/** @type {import("./batch/entries.js").Entry} */ { job, stack, report }) =>
     (location.hash = report?.state === "done" ? `job=${job}` : `stack=${stack}`);
   new BatchView(byId("batch"), batch, service, openEntry, signal);
+  offerProject(() => listDone(batch).map(({ job, path }) => ({ id: job, name: path })));
 }
 
 /** Open a job on a folder on the host, or the form for a new one. @param {string} id "new" for the form @param {AbortSignal} signal */
@@ -220,6 +236,13 @@ async function openStatus(signal) {
   await watchStatus(byId("status"), signal, loadModels);
 }
 
+/** @param {string} id @param {AbortSignal} signal */
+async function openProject(id, signal) {
+  byId("project").replaceChildren();
+  showView("project", "Project");
+  await showProject(byId("project"), id, service.capabilities.temporary_jobs, signal);
+}
+
 /** @param {string[]} jobs @param {AbortSignal} signal */
 async function openComparison(jobs, signal) {
   showView("compare", "Compare two results");
@@ -250,6 +273,7 @@ async function openView(kind, id, model, signal) {
   if (kind === "folder" && id) return openServerFolder(encodedId, signal);
   if (kind === "job" && id) return openJob(encodedId);
   if (kind === "stack" && id) return openStack(encodedId, model);
+  if (kind === "project" && id) return openProject(encodedId, signal);
   if (kind === "training" && id) return openTrainingRun(encodedId, signal);
   return showStartView();
 }
@@ -291,16 +315,27 @@ async function offerCorrectionsOfMissingJob(id) {
   return offerCorrections(id, name, forgetJobAndCorrections);
 }
 
+/** Load the models, parameters and capabilities of the service. @returns {Promise<boolean>} false if the service does not respond */
+async function loadService() {
+  try {
+    const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
+    /** @type {{name: string}[]} */
+    const parameters = openapi.paths["/jobs"].post.parameters;
+    service.parameterNames = new Set(parameters.map(({ name }) => name));
+    if (openapi.paths["/limits"]) await loadCapabilities();
+    return true;
+  } catch (error) {
+    if (error instanceof Problem && error.status === 0) return false;
+    throw error;
+  }
+}
+
 async function start() {
   setUpTheme(byId("theme"));
   setUpKeyDialog(byId("key"));
   byId("new-stack").addEventListener("click", () => (location.hash = ""));
   watchConnection(() => loadCapabilities().catch(() => undefined));
-  const [openapi] = await Promise.all([requestJson("openapi.json"), loadModels()]);
-  /** @type {{name: string}[]} */
-  const parameters = openapi.paths["/jobs"].post.parameters;
-  service.parameterNames = new Set(parameters.map(({ name }) => name));
-  if (openapi.paths["/limits"]) await loadCapabilities();
+  while (!(await loadService())) await checkConnection();
   updateKeyButton(byId("key"));
   // Do not listen earlier: if the fragment changed during startup, `route` would open the same view twice.
   window.addEventListener("hashchange", route);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -36,3 +36,21 @@ async def read_json(request: Request, model: type[M], max_bytes: int) -> M:
     except ValidationError as error:
         validation_errors = error.errors(include_url=False, include_context=False, include_input=False)
         raise describe_validation_errors(validation_errors, model) from error
+
+
+def describe_json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the OpenAPI description of a JSON body for the argument `openapi_extra` of a route."""
+    schema = model.model_json_schema()
+    content = {"application/json": {"schema": _inline_definitions(schema, schema.pop("$defs", {}))}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inline_definitions(node: Any, definitions: dict[str, Any]) -> Any:
+    """Replace the references in a JSON schema, because they would not be valid within an OpenAPI document."""
+    if isinstance(node, list):
+        return [_inline_definitions(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inline_definitions(definitions[node["$ref"].rpartition("/")[2]], definitions)
+    return {name: _inline_definitions(value, definitions) for name, value in node.items()}

@@ -30,7 +30,14 @@ from service.serving.devices.models.state import ModelState
 from service.serving.jobs.active_job import view_job
 from service.serving.jobs.jobs import JobManager
 from service.serving.jobs.projects.archive import ArchivedFile, UniquePaths, read_chunks
-from service.serving.jobs.projects.results import MeasuredResult, has_table, join_tables, list_result_files, split_name
+from service.serving.jobs.projects.results import (
+    MeasuredResult,
+    has_table,
+    join_tables,
+    limit_joined_bytes,
+    list_result_files,
+    split_name,
+)
 from service.serving.jobs.projects.store import Member, MemberKey, MemberKind, NewMember, Project, ProjectStore
 from service.serving.jobs.record import JobRecord
 from service.serving.learning.annotation import Annotation
@@ -88,7 +95,8 @@ class ProjectMembers:
         The last file, `project.json`, describes the members and lists their files.
         """
         paths, entries = UniquePaths(), list[dict[str, Any]]()
-        yield ArchivedFile("objects.csv", join_tables(self.list_measured_results(project)))
+        results = self.list_measured_results(project)
+        yield ArchivedFile("objects.csv", join_tables(results), limit_joined_bytes(results))
         for member, resource in self._find_resources(project):
             names: list[str] = []
             for file in self._list_files(member, resource, paths):
@@ -102,7 +110,8 @@ class ProjectMembers:
             **summarize_project(project).model_dump(mode="json"),
             "members": entries,
         }
-        yield ArchivedFile("project.json", [json.dumps(content, indent=2, ensure_ascii=False).encode()])
+        document = json.dumps(content, indent=2, ensure_ascii=False).encode()
+        yield ArchivedFile("project.json", [document], len(document))
 
     def _find_name(self, key: MemberKey) -> str:
         match key.kind:
@@ -127,11 +136,14 @@ class ProjectMembers:
     def _report(self, member: Member, resource: Resource | None) -> MemberReport:
         match resource:
             case JobRecord(result_metadata=ResultMetadata() as metadata):
+                channel = resource.request.parameters.get("channel")
                 return report_member(
                     member,
                     objects=metadata.objects,
                     model=metadata.model,
                     confidence=metadata.confidence,
+                    channel=None if channel is None else str(channel),
+                    time_points=None if metadata.time_points is None else metadata.time_points[0],
                     has_table=has_table(metadata),
                     bytes=resource.result_bytes,
                     expires=to_utc((resource.ended or 0.0) + self._async_jobs.keep_seconds),
@@ -179,11 +191,11 @@ class ProjectMembers:
                 for path, suffix in ((resource.image, "_image.ome.tif"), (resource.labels, "_labels.ome.tif")):
                     with suppress(FileNotFoundError):
                         name = paths.make(["corrections", *folders], stem, suffix)
-                        yield ArchivedFile(name, read_chunks(path.open("rb")))
+                        yield ArchivedFile(name, read_chunks(path.open("rb")), path.stat().st_size)
             case ModelState() if self._can_export(resource):
                 folder = self._runtime.settings.trained_folder / resource.name
                 for path in sorted(folder.rglob("*")):
                     if path.is_file() and not path.is_symlink() and path.name != OWNER_FILE:
                         parts = path.relative_to(folder.parent).parent.parts
                         name = paths.make(["models", *parts], path.stem, path.suffix)
-                        yield ArchivedFile(name, read_chunks(path.open("rb")))
+                        yield ArchivedFile(name, read_chunks(path.open("rb")), path.stat().st_size)

@@ -26,7 +26,7 @@ from service.api.messages.projects import (
     summarize_project,
 )
 from service.api.messages.results import describe_attachment
-from service.api.requests.json_body import read_json
+from service.api.requests.json_body import describe_json_body, read_json
 from service.api.requests.projects import ProjectMembers, get_projects
 from service.serving.jobs.projects.archive import make_path_part, stream_archive
 from service.serving.jobs.projects.results import join_tables
@@ -39,12 +39,6 @@ router = APIRouter(tags=["projects"])
 # Maximum size of the JSON body.
 MAX_BODY_BYTES = 2**20
 ProjectId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the project.")]
-NEW_PROJECT_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": ProjectRequest.model_json_schema()}}}
-}
-CHANGE_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": ProjectChange.model_json_schema()}}}
-}
 
 
 class ChunkedResponse(StreamingResponse):
@@ -60,7 +54,7 @@ class ChunkedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-@router.post("/projects", status_code=201, openapi_extra=NEW_PROJECT_BODY)
+@router.post("/projects", status_code=201, openapi_extra=describe_json_body(ProjectRequest))
 async def create_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, response: Response
 ) -> ProjectReport:
@@ -69,10 +63,8 @@ async def create_project(
     A project collects results, annotated stacks and models. The service does not delete results that are in a project.
     Only the API key that created the project can see it.
     """
-    body, members = (
-        await read_json(request, ProjectRequest, MAX_BODY_BYTES),
-        ProjectMembers(request, runtime, async_jobs),
-    )
+    body = await read_json(request, ProjectRequest, MAX_BODY_BYTES)
+    members = ProjectMembers(request, runtime, async_jobs)
 
     def create() -> ProjectReport:
         changes = ProjectChanges(body.name, body.notes, (), members.name_new_members(body.add))
@@ -99,7 +91,7 @@ async def get_project(
     return await run_in_thread(lambda: members.report(_find_project(request, project)))
 
 
-@router.patch("/projects/{project}", openapi_extra=CHANGE_BODY)
+@router.patch("/projects/{project}", openapi_extra=describe_json_body(ProjectChange))
 async def change_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, project: ProjectId
 ) -> ProjectReport:
@@ -108,10 +100,8 @@ async def change_project(
     Members are removed before others are added. Adding a member again changes its name and group. If any change is not
     possible, none is made.
     """
-    body, members = (
-        await read_json(request, ProjectChange, MAX_BODY_BYTES),
-        ProjectMembers(request, runtime, async_jobs),
-    )
+    body = await read_json(request, ProjectChange, MAX_BODY_BYTES)
+    members = ProjectMembers(request, runtime, async_jobs)
 
     def change() -> ProjectReport:
         removed = [MemberKey(member.kind, member.id) for member in body.remove]
@@ -122,17 +112,20 @@ async def change_project(
 
 
 @router.delete("/projects/{project}")
-async def delete_project(request: Request, async_jobs: AsyncJobsDependency, project: ProjectId) -> ProjectDeletion:
+async def delete_project(
+    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, project: ProjectId
+) -> ProjectDeletion:
     """Delete a project.
 
     Results that are in no other project are deleted `jobs.keep_hours` after their jobs ended. Annotated stacks and
     models are not deleted. The response lists both.
     """
+    members = ProjectMembers(request, runtime, async_jobs)
 
     def delete() -> ProjectDeletion:
-        deleted_project = _find_project(request, project)
-        released = get_projects(request).delete(project, get_caller(request))
-        return report_deletion(deleted_project, released, async_jobs.keep_seconds)
+        report = members.report(_find_project(request, project))
+        released_jobs = {record.id for record in get_projects(request).delete(project, get_caller(request))}
+        return report_deletion(report, released_jobs)
 
     return await run_in_thread(delete)
 

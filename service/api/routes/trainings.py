@@ -12,7 +12,7 @@ from service.api.access.authentication import check_trainer, has_admin_rights
 from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
-from service.api.requests.json_body import read_json
+from service.api.requests.json_body import describe_json_body, read_json
 from service.serving.learning.trainings import NewTraining
 from service.serving.storage.threads import run_in_thread
 
@@ -22,15 +22,14 @@ router = APIRouter(tags=["learning"])
 MAX_BODY_BYTES = 2**16
 TrainingId = Annotated[str, Path(pattern=ID_PATTERN, description="The id of the training run.")]
 
-TRAINING_BODY = {
-    "requestBody": {"required": True, "content": {"application/json": {"schema": TrainingRequest.model_json_schema()}}}
-}
 ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
     202: {"description": "The training run has been accepted and is waiting in the queue.", "model": TrainingReport}
 }
 
 
-@router.post("/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=TRAINING_BODY)
+@router.post(
+    "/trainings", status_code=202, responses=ACCEPTED_RESPONSES, openapi_extra=describe_json_body(TrainingRequest)
+)
 async def submit_training(request: Request, runtime: RuntimeDependency) -> Response:
     """Train a model on annotated stacks.
 

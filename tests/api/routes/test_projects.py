@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import tifffile
 from job_service import Service, start_service
 from live import TIFF, as_tiff, parse_problem
 from model_files import copy_model
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
 
 from service.api.access.keys import hash_key
+from service.api.routes.projects import ChunkedResponse
 from service.models.spec import ModelSpec
 from service.serving.jobs.projects import store as project_store
 from service.serving.learning.trained_models import OWNER_FILE
@@ -308,3 +311,43 @@ def test_models_of_other_keys_are_not_in_the_archive(random_nuclei: ModelSpec, t
     assert {name.split("/")[1] for name in files if name.startswith("models/")} == {"anns"}
     assert not any(OWNER_FILE in name for name in files)
     assert [bool(member["files"]) for member in description["members"]] == [True, False, False]
+
+
+def test_bodies_are_described_without_references(service: Service) -> None:
+    paths = service.client.get("/openapi.json").json()["paths"]
+    for path, method in (("/projects", "post"), ("/projects/{project}", "patch"), ("/trainings", "post")):
+        body = paths[path][method]["requestBody"]["content"]["application/json"]["schema"]
+        assert "$ref" not in json.dumps(body)
+    members = paths["/projects"]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]["add"]
+    assert members["items"]["properties"].keys() == {"kind", "id", "group", "name"}
+
+
+def test_head_sends_no_content(service: Service) -> None:
+    project = create(service, add=[as_job(run(service, measurements="zip"))])["id"]
+    for part, media_type in (("table", "text/csv; charset=utf-8"), ("archive", "application/zip")):
+        response = service.client.head(f"/projects/{project}/{part}")
+        assert (response.status_code, response.headers["content-type"], response.content) == (200, media_type, b"")
+
+
+@pytest.mark.anyio
+async def test_files_are_closed_if_the_client_disconnects() -> None:
+    closed: list[bool] = []
+
+    async def generate() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"first"
+            yield b"second"
+        finally:
+            closed.append(True)
+
+    async def send(message: Message) -> None:
+        if message.get("body"):
+            raise BrokenPipeError
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "GET", "asgi": {"spec_version": "2.4"}}
+    with pytest.raises(ClientDisconnect):
+        await ChunkedResponse(generate(), "text/csv", "table.csv")(scope, receive, send)
+    assert closed == [True]

@@ -67,8 +67,8 @@ async function describeSaved(batch, name, missing) {
   return sentences.join(" ");
 }
 
-/** @param {Batch} batch @returns {Entry[]} */
-function listDone(batch) {
+/** @param {Batch} batch @returns {Entry[]} the entries with a result */
+export function listDone(batch) {
   return batch.stacks.filter((entry) => getPhase(entry) === "done");
 }
 

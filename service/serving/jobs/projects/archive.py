@@ -9,8 +9,10 @@ from zipfile import ZIP_DEFLATED, ZipFile
 
 CHUNK_BYTES = 2**20
 MAX_NAME_CHARS = 100
-# Images, labels and weights are compressed already, and a higher level would not make tables much smaller.
-COMPRESSION_LEVEL = 1
+# Files of at least this size get headers with 64-bit sizes (ZIP64).
+LARGE_FILE_BYTES = 2**30
+# Suffixes of files that are not compressed: they are compressed already, or they are weights, which hardly compress.
+UNCOMPRESSED_SUFFIXES = (".tif", ".safetensors")
 # Characters that a file name cannot contain on some operating system, and control characters.
 _UNSAFE_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]')
 # Names of devices, which Windows does not accept as names of files.
@@ -18,10 +20,15 @@ _DEVICE_NAME = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", re.IGNORECASE)
 
 
 class ArchivedFile(NamedTuple):
-    """A file of an archive. `chunks` is read only when the file is written."""
+    """A file of an archive.
+
+    chunks     content, which is read only when the file is written
+    max_bytes  upper limit of the size of the content
+    """
 
     path: str
     chunks: Iterable[bytes]
+    max_bytes: int
 
 
 class _Output:
@@ -49,10 +56,12 @@ class _Output:
 def stream_archive(files: Iterable[ArchivedFile]) -> Generator[bytes, None, None]:
     """Yield the chunks of an archive. The files may be a generator. The paths must be unique."""
     output = _Output()
-    with ZipFile(output, "w", ZIP_DEFLATED, compresslevel=COMPRESSION_LEVEL) as archive:
-        for path, chunks in files:
-            # The size is not known, and a file may be larger than 4 GiB.
-            with archive.open(path, "w", force_zip64=True) as member:
+    with ZipFile(output, "w", ZIP_DEFLATED) as archive:
+        for path, chunks, max_bytes in files:
+            # Level 0 has the headers of compressed files, because some programs refuse stored files of unknown size.
+            archive.compresslevel = 0 if path.endswith(UNCOMPRESSED_SUFFIXES) else None
+            # Some programs cannot read small files with the headers of large ones.
+            with archive.open(path, "w", force_zip64=max_bytes >= LARGE_FILE_BYTES) as member:
                 for chunk in chunks:
                     member.write(chunk)
                     if content := output.take():

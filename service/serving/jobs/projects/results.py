@@ -16,10 +16,13 @@ from service.serving.jobs.projects.store import Member
 from service.serving.results.answers import MEASUREMENTS_FILE, RECEIPT_FILE
 from service.serving.results.media_types import ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE
 from service.serving.results.metadata import ResultMetadata, make_answer_name
+from service.serving.storage.disk import get_file_size
 
 # Columns that precede the measurements.
 ORIGIN_COLUMNS = ("stack", "group", "job", "model")
 CHUNK_CHARS = 2**16
+# A row becomes at most this many times as long by the columns that precede it and by empty cells.
+MAX_GROWTH = 40
 # Spreadsheets interpret a cell that begins with one of these characters as a formula.
 FORMULA_PREFIXES = tuple("=+-@\t\r")
 
@@ -61,7 +64,7 @@ def join_tables(results: Sequence[MeasuredResult], selected: Collection[str] = (
     """
     columns = _list_columns(results)
     if selected:
-        base_names = {name.partition("-")[0] for name in columns}
+        base_names = dict.fromkeys(name.partition("-")[0] for name in columns)
         if columns and (unknown_names := [name for name in selected if name not in base_names]):
             raise BadParameter.for_parameter(
                 "columns", f"there is no column {unknown_names[0][:80]!r}. The columns are {', '.join(base_names)}."
@@ -77,6 +80,11 @@ def join_tables(results: Sequence[MeasuredResult], selected: Collection[str] = (
             buffer.seek(0)
             buffer.truncate()
     yield buffer.getvalue().encode()
+
+
+def limit_joined_bytes(results: Iterable[MeasuredResult]) -> int:
+    """Return an upper limit of the size of a joined table."""
+    return MAX_GROWTH * sum(get_file_size(result.path) for result in results if has_table(result.metadata))
 
 
 def _list_columns(results: Iterable[MeasuredResult]) -> list[str]:
@@ -120,17 +128,19 @@ def list_result_files(
     """Yield the files of a result for the archive of a project: labels, a table, or the location of saved files."""
     folders, stem = split_name(member)
 
-    def add(folder: str, suffix: str, file: IO[bytes]) -> ArchivedFile:
-        return ArchivedFile(paths.make([folder, *folders], stem, suffix), read_chunks(file))
+    def add(folder: str, suffix: str, file: IO[bytes], size: int) -> ArchivedFile:
+        return ArchivedFile(paths.make([folder, *folders], stem, suffix), read_chunks(file), size)
 
     with suppress(FileNotFoundError, BadZipFile):
         if metadata.media_type == ARCHIVE_TYPE:
             with ZipFile(path) as archive:
-                for name in archive.namelist():
-                    yield add("tables" if name == MEASUREMENTS_FILE else "labels", f"_{name}", archive.open(name))
-        elif metadata.media_type == TABLE_TYPE:
-            yield add("tables", f"_{MEASUREMENTS_FILE}", path.open("rb"))
+                for info in archive.infolist():
+                    folder = "tables" if info.filename == MEASUREMENTS_FILE else "labels"
+                    yield add(folder, f"_{info.filename}", archive.open(info), info.file_size)
+            return
+        folder, suffix = "saved", f"_{RECEIPT_FILE}"
+        if metadata.media_type == TABLE_TYPE:
+            folder, suffix = "tables", f"_{MEASUREMENTS_FILE}"
         elif metadata.media_type == TIFF_TYPE:
-            yield add("labels", f"_{metadata.kind}.ome.tif", path.open("rb"))
-        else:
-            yield add("saved", f"_{RECEIPT_FILE}", path.open("rb"))
+            folder, suffix = "labels", f"_{metadata.kind}.ome.tif"
+        yield add(folder, suffix, path.open("rb"), path.stat().st_size)

@@ -29,7 +29,7 @@ def test_archive_is_read_and_sent_in_chunks() -> None:
 
     tracemalloc.start()
     sent_bytes = 0
-    for part in stream_archive([ArchivedFile("weights", read()), ArchivedFile("empty", [])]):
+    for part in stream_archive([ArchivedFile("weights.tif", read(), 2**40), ArchivedFile("empty", [], 0)]):
         sent_bytes += len(part)
         assert sent_bytes > (read_count - 2) * MEBIBYTE
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -39,10 +39,11 @@ def test_archive_is_read_and_sent_in_chunks() -> None:
 
 
 def test_archive_contains_the_files() -> None:
-    contents = {"a.txt": b"abc" * 1000, "étude/β.csv": b"", "c": os.urandom(1000)}
-    files = [ArchivedFile(path, [content[:10], content[10:]]) for path, content in contents.items()]
-    with zipfile.ZipFile(io.BytesIO(b"".join(stream_archive(files)))) as archive:
-        assert {name: archive.read(name) for name in archive.namelist()} == contents
+    contents = {"a.txt": b"abc" * 1000, "étude/β.csv": b"", "c.tif": os.urandom(1000)}
+    for max_bytes in (3000, 2**40):
+        files = [ArchivedFile(path, [content[:10], content[10:]], max_bytes) for path, content in contents.items()]
+        with zipfile.ZipFile(io.BytesIO(b"".join(stream_archive(files)))) as archive:
+            assert {name: archive.read(name) for name in archive.namelist()} == contents
 
 
 @given(st.text(max_size=300))
