@@ -79,7 +79,11 @@ def train(request: dict[str, Any], report: ProgressCallback) -> None:
         raise OutOfStorage(DISK_FULL_MESSAGE)
     settings = override_settings(settings, "training", {"minutes": request["minutes"], "steps": MAX_STEPS})
     base = read_spec(Path(request["base"]))
-    options = LabelOptions(has_diameter=base.input.diameter is not None, is_partial=bool(request["is_partial"]))
+    options = LabelOptions(
+        has_diameter=base.input.diameter is not None,
+        is_partial=bool(request["is_partial"]),
+        has_partial_planes=bool(request["has_partial_planes"]),
+    )
     stacks = [read_stack(_parse_stack(stack), options) for stack in request["stacks"]]
     task = FineTuningTask(base, Path(request["out"]), settings, report, keeps_worse=bool(request["keep_worse"]))
     result = fine_tune(stacks, task)

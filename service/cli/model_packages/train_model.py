@@ -76,7 +76,11 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
     diameter = parse_diameter(options.diameter or "auto")
     has_diameter = diameter != "none" and (base is None or base.input.diameter is not None)
     label_options = LabelOptions(
-        None if isinstance(diameter, str) else diameter, has_diameter, options.ignore_label, options.partial
+        None if isinstance(diameter, str) else diameter,
+        has_diameter,
+        options.ignore_label,
+        options.partial,
+        options.partial_planes,
     )
     return [
         read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)

@@ -58,11 +58,12 @@ log = logging.getLogger(__name__)
 class NewTraining(NamedTuple):
     """A training request from a client.
 
-    model        name of the model from which the training starts; None for the default model
-    annotations  IDs of annotated stacks
-    minutes      maximum duration of the training run
-    name         name of the new model
-    partial      whether only some objects of the stacks are annotated
+    model           name of the model from which the training starts; None for the default model
+    annotations     IDs of annotated stacks
+    minutes         maximum duration of the training run
+    name            name of the new model
+    partial         whether only some objects of the stacks are annotated
+    partial_planes  whether only some planes of the stacks are annotated
     """
 
     model: str | None
@@ -70,6 +71,7 @@ class NewTraining(NamedTuple):
     minutes: float
     name: str
     partial: bool = False
+    partial_planes: bool = False
 
 
 class TrainingManager:
@@ -148,7 +150,7 @@ class TrainingManager:
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
         )
-        record.partial = request.partial
+        record.partial, record.partial_planes = request.partial, request.partial_planes
         with self.queue.condition:
             # The model may have been deleted in the meantime.
             self._models.get_servable_spec(spec.name)
@@ -303,6 +305,7 @@ class TrainingManager:
             "niceness": limits.niceness,
             "keep_worse": limits.keep_worse,
             "is_partial": record.partial,
+            "has_partial_planes": record.partial_planes,
             "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }
 

@@ -30,7 +30,6 @@ MIN_RELATIVE_ODDS = (0.0,)
 # Minimum gain of the sum of both F1 scores for which the thresholds of the base model are replaced.
 MIN_GAIN = 0.04
 
-
 # Fraction of unknown voxels above which a segmented object is neither correct nor wrong.
 MAX_UNKNOWN_FRACTION = 0.5
 
@@ -132,13 +131,14 @@ def _match(part: ScoredPart, spec: ModelSpec, decoding: Instances) -> _Matches:
     segmentation = decode_part(part, spec, decoding)
     if segmentation.objects is None:
         raise TypeError("The instance decoder returned no objects.")
+    objects = segmentation.objects
     shared_voxels = count_shared_voxels(part.truth, segmentation.pixels)
     true_sizes, found_sizes = shared_voxels.sum(axis=1)[1:, None], shared_voxels.sum(axis=0)[None, 1:]
-    overlaps = shared_voxels[1:, 1:]
-    iou, objects = overlaps / np.maximum(true_sizes + found_sizes - overlaps, 1), segmentation.objects
+    unknown_counts = np.zeros(len(objects), np.int64)
     if part.unknown is not None:
-        voxel_counts = np.bincount(segmentation.pixels.ravel(), minlength=len(objects) + 1)[1:]
         unknown_counts = np.bincount(segmentation.pixels[part.unknown].ravel(), minlength=len(objects) + 1)[1:]
-        is_known = unknown_counts <= MAX_UNKNOWN_FRACTION * voxel_counts
-        iou, objects = iou[:, is_known], objects.select(is_known)
-    return _Matches(iou, objects)
+    overlaps = shared_voxels[1:, 1:]
+    # Annotated objects have no unknown voxels, so only the known voxels of found objects are compared with them.
+    iou = overlaps / np.maximum(true_sizes + found_sizes - unknown_counts - overlaps, 1)
+    is_relevant = (unknown_counts <= MAX_UNKNOWN_FRACTION * found_sizes[0]) | (iou > MATCHING_IOU).any(axis=0)
+    return _Matches(iou[:, is_relevant], objects.select(is_relevant))

@@ -18,7 +18,7 @@ from service.training.examples import Example, cut_tiles
 from service.training.instance_targets import instance_loss
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
 from service.training.loop.plan import ObjectCounts, ValidationScores
-from service.training.stacks.parts import StackPart, compute_part_targets, cut_part
+from service.training.stacks.parts import StackPart, compute_part_targets, crop_to_annotated_planes, cut_part
 
 Network = Callable[[Tensor], Tensor]
 """Function that returns the raw scores [B, 2, z, y, x], float32, of images [B, 1, z, y, x]."""
@@ -88,7 +88,8 @@ class Validator:
 
 def _cut_part_tiles(part: StackPart, edge: int) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, T, e, e, e] of some cubes of a part."""
-    return cut_tiles(Example(part.image, compute_part_targets(part)), edge)
+    annotated_part = crop_to_annotated_planes(part)
+    return cut_tiles(Example(annotated_part.image, compute_part_targets(annotated_part)), edge)
 
 
 def limit_part(part: StackPart, max_voxels: int) -> StackPart:
