@@ -146,7 +146,7 @@ def _make_scored_trainer(
     report({"stage": "scoring"})
     scoring_start = time.monotonic()
     probe_trainer = make_trainer(settings, task.output_folder, dtype)
-    before, _ = score_parts(probe_trainer.compute_averaged_scores, parts.test, draft)
+    before, _ = score_parts(probe_trainer.compute_candidate_scores, parts.test, draft)
     scoring_seconds = time.monotonic() - scoring_start
     report({"before": round(before.f1, 4)})
     log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())

@@ -20,14 +20,15 @@ from service.inference.preprocessing.resample import resample_segmentation
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
-from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts
+from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts, compute_standard_error
 from service.training.stacks.overlaps import Labels, count_shared_voxels
 
 # Candidates for `threshold`, `min_confidence` and `min_relative_odds`, in addition to the values of the base model.
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7)
 MIN_CONFIDENCES = (0.0, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 MIN_RELATIVE_ODDS = (0.0,)
-# Minimum gain of the sum of both F1 scores for which the thresholds of the base model are replaced.
+# Minimum gain of the sum of both F1 scores for which the thresholds of the base model are replaced. If there are few
+# objects, the gain must also be larger than the standard error of the F1 score.
 MIN_GAIN = 0.04
 
 # Fraction of unknown voxels above which a segmented object is neither correct nor wrong.
@@ -80,7 +81,7 @@ def choose_decoding(parts: Sequence[ScoredPart], spec: ModelSpec) -> ChosenDecod
     """Return the decoding with the highest F1 scores; the one of `spec` unless others are clearly better."""
     base = require_instances(spec)
     best = _count_all(parts, spec, base, [base])[0]
-    best_rating = _rate(best) + MIN_GAIN
+    best_rating = _rate(best) + max(MIN_GAIN, compute_standard_error(best.counts.f1, best.counts.true))
     confidences = sorted({base.min_confidence, *MIN_CONFIDENCES})
     for threshold in dict.fromkeys((base.threshold, *THRESHOLDS)):
         for odds in dict.fromkeys((base.min_relative_odds, *MIN_RELATIVE_ODDS)):

@@ -23,6 +23,10 @@ from service.training.loop.validation import Validator
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
 
+# Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
+# if nothing is known about the images on which the model will be used.
+FINE_TUNING_FRACTIONS = (0.5, 0.75)
+
 TrainerFactory = Callable[[Settings, Path, torch.dtype], Trainer]
 """Function that creates a trainer, given settings with the training options, a folder and a dtype."""
 
@@ -56,7 +60,8 @@ def prepare_training(
         torch.manual_seed(seed)
         network = load_network(base) if base is not None else _build_random_network(draft)
         _check_crop_size(network, edge)
-        plan = TrainingPlan(**trainer_settings.training.model_dump())
+        fractions = FINE_TUNING_FRACTIONS if base is not None else ()
+        plan = TrainingPlan(**trainer_settings.training.model_dump(), fractions=fractions)
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer

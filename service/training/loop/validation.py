@@ -65,6 +65,11 @@ class Validator:
         self.tiles = [_cut_part_tiles(part, edge) for part in parts]
         self._parts = [limit_part(part, MAX_VALIDATION_VOXELS // len(parts)) for part in parts]
 
+    @property
+    def object_count(self) -> int:
+        """Number of annotated objects."""
+        return sum(part.object_count for part in self._parts)
+
     @torch.no_grad()
     def validate(self, network: Network) -> tuple[ValidationScores, Instances]:
         """Return the scores of a network, and the decoding with which it has these scores."""

@@ -144,7 +144,7 @@ def compute_part_targets(part: StackPart) -> Floats:
         return compute_instance_targets(part.labels)
     # Objects do not end at planes that are not annotated, so the targets of each run of annotated planes are computed
     # separately.
-    is_annotated = ~part.unknown.all(axis=(1, 2))
+    is_annotated = np.asarray(~part.unknown.all(axis=(1, 2)))
     run_starts = np.flatnonzero(np.diff(is_annotated, prepend=is_annotated[:1])).tolist()
     runs = np.split(part.labels, run_starts)
     targets = np.concatenate([compute_instance_targets(run) for run in runs if len(run)], axis=1)
