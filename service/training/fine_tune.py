@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
@@ -47,6 +49,9 @@ VALIDATION_COUNT = 12
 STATISTICS_BATCHES = 16
 # Number of objects to train on below which more annotated objects are likely to help.
 FEW_OBJECTS = 200
+
+# Fraction of planes without labels above which a message asks whether these planes are annotated.
+MAX_EMPTY_PLANES_FRACTION = 0.5
 
 
 class FineTuningTask(NamedTuple):
@@ -121,13 +126,15 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     summary = trainer.state.summarize()
     if not (is_better(after, before) or task.keeps_worse):
         shutil.rmtree(task.output_folder)
-        return FineTuningResult(None, before, after, _describe_failure(before, after, parts, draft, trainer), summary)
+        message = _describe_failure(before, after, parts, draft, trainer) + _describe_empty_planes(stacks)
+        return FineTuningResult(None, before, after, message, summary)
     if task.base is not None:
         content |= _describe_origin(before, after, parts, len(stacks), task.base)
         content |= _calibrate(task.base, held_out_objects, after)
     sample = _read_base_sample(task.base, draft) if task.is_private else _choose_sample(stacks[0])
     spec = write_model(network, content, task.output_folder, sample, task.settings)
-    return FineTuningResult(spec, before, after, _describe_success(before, after, parts), summary)
+    message = _describe_success(before, after, parts) + _describe_empty_planes(stacks)
+    return FineTuningResult(spec, before, after, message, summary)
 
 
 def check_output_folder(folder: Path, *, resumes: bool) -> None:
@@ -264,6 +271,19 @@ def _describe_failure(
         f" training, {before.describe()}; after training, {after.describe()}. What to try: {'; '.join(advice)}."
         f"{_describe_reuse(parts)}"
     )
+
+
+def _describe_empty_planes(stacks: Sequence[AnnotatedStack]) -> str:
+    """Return a warning if most planes of a stack have no labels, because they are probably not annotated."""
+    for stack in stacks:
+        has_labels = stack.labels.any(axis=(1, 2))
+        empty_count = len(has_labels) - int(np.count_nonzero(has_labels))
+        if stack.unknown is None and empty_count > MAX_EMPTY_PLANES_FRACTION * len(has_labels):
+            return (
+                f" {empty_count} of {len(has_labels)} planes of a stack have no labels and were used as background. If"
+                " they are not annotated, train again with --partial-planes (partial_planes in requests)."
+            )
+    return ""
 
 
 def _describe_reuse(parts: HeldOutParts) -> str:

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,12 @@ def test_model_that_is_not_better_is_not_kept(
     assert result.message.startswith("The new model is not better than the base model on 10 held-out objects")
     for advice in ("diameter=", "annotate more objects", "train for longer", "another model"):
         assert advice in result.message
+    assert "partial_planes" not in result.message
+
+
+def test_planes_without_labels_are_mentioned(base: ModelSpec, stack: AnnotatedStack, tmp_path: Path) -> None:
+    labels = stack.labels.copy()
+    labels[4:13] = 0
+    task = FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=None, steps=1), lambda _message: None)
+    message = fine_tune([replace(stack, labels=labels)], task).message
+    assert "9 of 16 planes of a stack have no labels and were used as background" in message

@@ -79,7 +79,7 @@ class Trainer:
         self._best_weights = self._initial_weights
         self._forward = self._prepare_network()
         self._latest_loss: float | None = None
-        # Whether all steps are done, so that only the statistics of the averaged network remain to be computed.
+        # Whether all steps are done, so that only the final weights remain to be chosen.
         self.is_finishing = False
         # Called after each step, after each validation, and at the end of the steps.
         self.on_progress: Callable[[Trainer], None] = _ignore_progress
