@@ -276,7 +276,7 @@ def _describe_failure(
 def _describe_empty_planes(stacks: Sequence[AnnotatedStack]) -> str:
     """Return a warning if most planes of a stack have no labels, because they are probably not annotated."""
     for stack in stacks:
-        has_labels = stack.labels.any(axis=(1, 2))
+        has_labels = np.asarray(stack.labels.any(axis=(1, 2)))
         empty_count = len(has_labels) - int(np.count_nonzero(has_labels))
         if stack.unknown is None and empty_count > MAX_EMPTY_PLANES_FRACTION * len(has_labels):
             return (
