@@ -43,6 +43,10 @@ MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 # Maximum number of steps if the time is limited.
 MAX_STEPS = 3000
+# Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.
+# Each step sees about 40 objects. With more steps, a model learns the objects by heart, and other stacks suffer.
+STEPS_PER_OBJECT = 15
+MIN_STEP_LIMIT = 300
 # Number of validations during training if the time is limited.
 VALIDATION_COUNT = 12
 # Number of batches for the batch normalization statistics if the time is limited.
@@ -126,7 +130,9 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     summary = trainer.state.summarize()
     if not (is_better(after, before) or task.keeps_worse):
         shutil.rmtree(task.output_folder)
-        message = _describe_failure(before, after, parts, draft, trainer) + _describe_empty_planes(stacks)
+        can_train_longer = trainer.state.step < _limit_steps(parts, task.base)
+        message = _describe_failure(before, after, parts, draft, can_train_longer=can_train_longer)
+        message += _describe_empty_planes(stacks)
         return FineTuningResult(None, before, after, message, summary)
     if task.base is not None:
         content |= _describe_origin(before, after, parts, len(stacks), task.base)
@@ -162,8 +168,9 @@ def _make_scored_trainer(
         seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
         used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
         seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
-        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), settings.training.steps)
-        log.info("a step takes %.2f s, so there is time for about %d steps", seconds_per_step, step_count)
+        max_steps = min(settings.training.steps, _limit_steps(parts, task.base))
+        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), max_steps)
+        log.info("a step takes %.2f s; %d of at most %d steps are planned", seconds_per_step, step_count, max_steps)
         options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
         settings = override_settings(settings, "training", options)
     del probe_trainer
@@ -175,6 +182,14 @@ def _make_scored_trainer(
     report({"stage": "learning", "steps": trainer.plan.steps})
     trainer.on_progress = _ProgressReporter(report)
     return trainer, before
+
+
+def _limit_steps(parts: HeldOutParts, base: ModelSpec | None) -> int:
+    """Return the maximum number of steps if the time is limited."""
+    if base is None:
+        return MAX_STEPS
+    object_count = sum(part.object_count for part in parts.training)
+    return min(max(STEPS_PER_OBJECT * object_count, MIN_STEP_LIMIT), MAX_STEPS)
 
 
 def _choose_sample(stack: AnnotatedStack) -> SampleSource:
@@ -252,7 +267,7 @@ def _describe_success(before: ObjectCounts, after: ObjectCounts, parts: HeldOutP
 
 
 def _describe_failure(
-    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, draft: ModelSpec, trainer: Trainer
+    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, draft: ModelSpec, *, can_train_longer: bool
 ) -> str:
     """Return a message with advice about a model that is not kept."""
     advice = []
@@ -263,7 +278,7 @@ def _describe_failure(
     training_count = sum(part.object_count for part in parts.training)
     if training_count < FEW_OBJECTS:
         advice.append(f"annotate more objects, because there are only {training_count} to train on")
-    if trainer.state.step < MAX_STEPS:
+    if can_train_longer:
         advice.append("train for longer")
     advice.append("start from another model")
     return (

@@ -108,3 +108,18 @@ def test_planes_without_labels_are_mentioned(base: ModelSpec, stack: AnnotatedSt
     task = FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=None, steps=1), lambda _message: None)
     message = fine_tune([replace(stack, labels=labels)], task).message
     assert "9 of 16 planes of a stack have no labels and were used as background" in message
+
+
+def test_few_annotated_objects_limit_the_number_of_steps(
+    base: ModelSpec, stack: AnnotatedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fine_tune_module, "STEPS_PER_OBJECT", 1)
+    monkeypatch.setattr(fine_tune_module, "MIN_STEP_LIMIT", 2)
+    messages: list[dict[str, Any]] = []
+    result = fine_tune(
+        [stack], FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=5), messages.append)
+    )
+    (step_count,) = (message["steps"] for message in messages if "steps" in message)
+    assert 2 <= step_count < len(np.unique(stack.labels))
+    assert result.summary.startswith(f"{step_count} steps")
+    assert "train for longer" not in result.message
