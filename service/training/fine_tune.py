@@ -141,7 +141,7 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     summary = trainer.state.summarize()
     if not (is_better(after, before) or task.keeps_worse):
         shutil.rmtree(task.output_folder)
-        can_train_longer = trainer.state.step < _limit_steps(parts, task.base)
+        can_train_longer = trainer.state.step < _limit_steps(parts, draft, task.base)
         message = _describe_failure(before, after, parts, draft, can_train_longer=can_train_longer)
         message += _describe_empty_planes(stacks)
         return FineTuningResult(None, before, after, message, summary)
@@ -180,7 +180,7 @@ def _make_scored_trainer(
         seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
         used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
         seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
-        max_steps = min(settings.training.steps, _limit_steps(parts, task.base))
+        max_steps = min(settings.training.steps, _limit_steps(parts, draft, task.base))
         step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), max_steps)
         log.info("a step takes %.2f s; %d of at most %d steps are planned", seconds_per_step, step_count, max_steps)
         options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
@@ -207,9 +207,9 @@ def _score_base(trainer: Trainer, parts: HeldOutParts, draft: ModelSpec, base: M
     return score_parts(lambda images: network(images).float(), parts.test, base)[0]
 
 
-def _limit_steps(parts: HeldOutParts, base: ModelSpec | None) -> int:
+def _limit_steps(parts: HeldOutParts, draft: ModelSpec, base: ModelSpec | None) -> int:
     """Return the maximum number of steps if the time is limited."""
-    if base is None:
+    if base is None or get_target(base) != get_target(draft):
         return MAX_STEPS
     object_count = sum(part.object_count for part in parts.training)
     return min(max(STEPS_PER_OBJECT * object_count, MIN_STEP_LIMIT), MAX_STEPS)

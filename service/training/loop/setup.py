@@ -16,8 +16,7 @@ from service.core.hardware import devices
 from service.engine import precision
 from service.models.architectures.build import build_network
 from service.models.loader import check_decoding_library, load_network
-from service.models.spec import ModelSpec, check_trainable
-from service.models.spec_parts import Instances
+from service.models.spec import ModelSpec, check_trainable, get_target
 from service.training.loop.plan import TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
@@ -64,9 +63,8 @@ def prepare_training(
         torch.manual_seed(seed)
         network = _build_network(draft, base)
         _check_crop_size(network, edge)
-        # Weights halfway between those of different outputs would be meaningless.
-        is_similar = base is not None and base.outputs == draft.outputs and isinstance(draft.decoding, Instances)
-        fractions = FINE_TUNING_FRACTIONS if is_similar else ()
+        # Weights halfway between those for different targets would be meaningless.
+        fractions = FINE_TUNING_FRACTIONS if base is not None and get_target(base) == get_target(draft) else ()
         plan = TrainingPlan(**trainer_settings.training.model_dump(), fractions=fractions)
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from new_models import make_new_spec
 from numpy.typing import NDArray
-from service.training.instance_targets import compute_instance_targets
 
 from service.core.errors import BadParameter
 from service.core.quantities import Diameter
@@ -19,6 +18,7 @@ from service.training.stacks.parts import (
     resample_stack,
     split_part,
 )
+from service.training.targets.instances import compute_instance_targets
 
 SPEC = make_new_spec(input={"diameter": 16, "roi_size": [16, 16, 16]})
 
@@ -84,7 +84,7 @@ def test_objects_do_not_end_at_planes_that_are_not_annotated() -> None:
     unknown[[0, 1, 5, 8]] = True
     known_labels = np.where(unknown, np.uint16(0), labels)
     part = StackPart("a", labels.astype(np.float32), known_labels, known_labels, unknown, unknown)
-    targets = compute_part_targets(part)
+    targets = compute_part_targets(part, compute_instance_targets)
     for run in (slice(2, 5), slice(6, 8)):
         assert np.array_equal(targets[:2, run], compute_instance_targets(labels[run]))
     assert np.array_equal(targets[2], ~unknown)
