@@ -176,3 +176,16 @@ def find_overlaps(annotations: Sequence[Annotation]) -> dict[str, Sequence[Annot
                     same_image_annotations[other] for other in other_rows
                 ]
     return overlaps
+
+
+def check_no_overlaps(stacks: Sequence[Annotation]) -> None:
+    """Raise BadParameter if two stacks overlap, because training data would leak into the held-out data."""
+    overlaps = find_overlaps(stacks)
+    for stack in stacks:
+        for overlapping_stack in overlaps[stack.id]:
+            older_stack, newer_stack = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
+            raise BadParameter.for_parameter(
+                "annotations",
+                f"{older_stack.id} ({older_stack.name}) and the newer {newer_stack.id} ({newer_stack.name}) have"
+                " labels for the same region of the same image. Omit one of them.",
+            )

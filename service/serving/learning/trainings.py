@@ -27,7 +27,7 @@ from service.core.errors import (
 )
 from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import TargetName, check_trainable
-from service.serving.learning.annotation import Annotation, find_overlaps
+from service.serving.learning.annotation import Annotation, check_no_overlaps
 from service.serving.learning.trained_models import WORK_FOLDER_PREFIX, TrainedModels, write_owner
 from service.serving.learning.training_child import INTERNAL_ERROR_MESSAGE, TRAINING_MODULE, TrainingChild
 from service.serving.learning.training_queue import TrainingQueue
@@ -146,7 +146,7 @@ class TrainingManager:
                 suggested={"minutes": f"{limits.minutes:g}"},
             )
         annotation_ids = list(dict.fromkeys(request.annotations))
-        _check_no_overlaps(
+        check_no_overlaps(
             [self._annotations.find(annotation_id, owner, is_admin=is_admin) for annotation_id in annotation_ids]
         )
         record = TrainingRecord(
@@ -328,19 +328,6 @@ class TrainingManager:
     def _kill_child(self) -> None:
         if self._child is not None:
             self._child.kill()
-
-
-def _check_no_overlaps(stacks: Sequence[Annotation]) -> None:
-    """Raise BadParameter if two stacks overlap, because training data would leak into the held-out data."""
-    overlaps = find_overlaps(stacks)
-    for stack in stacks:
-        for overlapping_stack in overlaps[stack.id]:
-            older_stack, newer_stack = sorted((stack, overlapping_stack), key=lambda annotation: annotation.created)
-            raise BadParameter.for_parameter(
-                "annotations",
-                f"{older_stack.id} ({older_stack.name}) and the newer {newer_stack.id} ({newer_stack.name}) have"
-                " labels for the same region of the same image. Omit one of them.",
-            )
 
 
 def _describe_stack(stack: Annotation) -> dict[str, Any]:
