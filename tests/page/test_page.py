@@ -455,6 +455,19 @@ CLICK_ROW = """async turn => {
   return duration;
 }"""
 
+# Moves a handle of the confidence histogram. Returns how long it takes to update the table and the views, in milliseconds.
+MOVE_HANDLE = """async turn => {
+  const handle = document.querySelector(".histogram input[type=range]");
+  performance.clearMeasures();
+  const start = performance.now();
+  handle.value = 10 + 4 * turn;
+  handle.dispatchEvent(new Event("input", { bubbles: true }));
+  document.body.offsetHeight;
+  const duration = performance.now() - start;
+  await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+  return duration + performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
+}"""
+
 
 def measure_steps(page: Page, script: str) -> NDArray[np.float64]:
     """Run a script 21 times. Return sorted durations and CPU times of the page's thread in milliseconds, [21, 2]."""
@@ -473,7 +486,7 @@ def measure_steps(page: Page, script: str) -> NDArray[np.float64]:
     return np.sort(times, 0)
 
 
-def test_next_plane_and_selected_row_appear_immediately(fake: LiveServer, open_page: OpenPage) -> None:
+def test_next_plane_selected_row_and_filter_appear_immediately(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.get_by_role("button", name="Try the sample").wait_for()
     page.evaluate(SHOW_SYNTHETIC_STACK, [2000, 64, 512])
@@ -481,7 +494,11 @@ def test_next_plane_and_selected_row_appear_immediately(fake: LiveServer, open_p
         page.set_viewport_size({"width": width, "height": height})
         # The new layout of the views takes effect within two frames.
         page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        for name, script, max_milliseconds in (("wheel", TURN_WHEEL, 16), ("row", CLICK_ROW, 100)):
+        for name, script, max_milliseconds in (
+            ("wheel", TURN_WHEEL, 16),
+            ("row", CLICK_ROW, 100),
+            ("filter", MOVE_HANDLE, 50),
+        ):
             times = measure_steps(page, script)
             duration, cpu_time = times[10]
             print(f"{width} x {height}, {name}: median {duration:.1f} ms, {cpu_time:.1f} ms of CPU time")

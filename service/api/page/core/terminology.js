@@ -15,6 +15,8 @@ export const SETTING_TITLES = {
   min_confidence: "Minimum confidence",
   border: "Objects at the border",
   fill_holes: "Holes in objects",
+  quality: "Quality",
+  link: "Tracking",
   overlap: "Window overlap",
   skip_below: "Skip windows darker than",
 };

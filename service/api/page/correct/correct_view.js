@@ -353,16 +353,27 @@ export class CorrectView {
     return this.viewer.scene.state.isCalibrated ? { z, y, x } : null;
   }
 
+  /** Editor of the labels if the views show the corrected labels, otherwise null. */
+  get editor() {
+    return this.mode?.editor ?? null;
+  }
+
+  /** Encode corrected labels. @param {"npy" | "ome.tif"} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob} */
+  encodeLabels(kind, hiddenFlags) {
+    if (this.editor === null) throw new Error(NO_LABELS_MESSAGE);
+    const { labels } = this.editor;
+    const shownLabels = hiddenFlags ? { ...labels, data: labels.data.map((id) => (hiddenFlags[id] ? 0 : id)) } : labels;
+    return kind === "npy" ? encodeNpy(shownLabels) : encodeTiff(shownLabels, this.#getVoxelSize());
+  }
+
   /** Save the corrected labels or their table as a file. @param {import("./correct_panel.js").FileKind} kind */
   #saveFile(kind) {
     const { mode } = this;
     if (mode === null) return;
-    const { labels } = mode.editor;
-    const encoders = {
-      csv: () => new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" }),
-      npy: () => encodeNpy(labels),
-      "ome.tif": () => encodeTiff(labels, this.#getVoxelSize()),
-    };
-    downloadBlob(encoders[kind](), `${this.stem}_corrected.${kind}`);
+    const blob =
+      kind === "csv"
+        ? new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" })
+        : this.encodeLabels(kind, null);
+    downloadBlob(blob, `${this.stem}_corrected.${kind}`);
   }
 }

@@ -9,6 +9,7 @@ import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
 import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
+import { listChangedSettings, StaleNotice } from "../result/stale_notice.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
@@ -54,6 +55,8 @@ export class Session {
     this.job = null;
     /** The scene of the followed job, null if no job is followed. @type {string | null} */
     this.segmentedScene = null;
+    /** Resolves after the first inspection. @type {PromiseWithResolvers<void>} */
+    this.firstInspection = Promise.withResolvers();
     /** The scene that was inspected last. */
     this.inspectedScene = "";
     /** @type {Inspection | null} */
@@ -64,6 +67,7 @@ export class Session {
     /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
     this.sidePanel = byId("side");
+    this.staleNotice = new StaleNotice(() => this.submitJob());
     this.viewer = new Viewer(byId("viewer"));
     this.channelTools = new ChannelTools(this.viewer);
     this.timeSlider = new TimeSlider();
@@ -78,6 +82,7 @@ export class Session {
     timeSlider.addEventListener("change", () => this.goToTimePoint(timeSlider.time).catch(this.showError));
     settings.addEventListener("change", () => {
       if (this.segmentedScene !== null && getScene(settings.parameters) !== this.segmentedScene) this.#leaveJob();
+      this.#updateStaleNotice();
       this.inspectLater();
     });
     settings.addEventListener("run", () => this.submitJob());
@@ -104,6 +109,12 @@ export class Session {
     this.sidePanel.replaceChildren(createChecklist());
   }
 
+  /** Mark the displayed result if it was segmented with other settings. */
+  #updateStaleNotice() {
+    if (this.job && !this.settings.isStackMissing)
+      this.staleNotice.show(listChangedSettings(this.job, this.settings.parameters));
+  }
+
   /** Inspect the stack once the settings have not changed for a short time. */
   inspectLater() {
     // A response for the previous settings would be shown with the new ones.
@@ -122,6 +133,7 @@ export class Session {
       await this.#showInspection(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
     } catch (error) {
       if (signal.aborted) return;
+      this.firstInspection.resolve();
       if (!(error instanceof Problem)) throw error;
       if (error.status === 0) return this.#inspectAfterReconnection(signal);
       if (error.slug === "unknown-stack") return this.settings.showMissingStack();
@@ -152,6 +164,7 @@ export class Session {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
+    this.firstInspection.resolve();
     this.inspectedScene = getScene(settings.parameters);
     if (this.isUnreadable) this.sidePanel.replaceChildren(createChecklist());
     this.isUnreadable = false;
@@ -386,6 +399,7 @@ export class Session {
     const [table, results] = await Promise.all([
       job.parameters.measurements === "zip" ? fetchTable(job, signal) : null,
       stackId ? fetchResults(stackId, signal) : [],
+      stackId ? this.firstInspection.promise : undefined,
     ]);
     await this.#showLabels(job);
     viewer.fetchStatus.textContent = "";
@@ -399,8 +413,12 @@ export class Session {
       goToTimePoint: (/** @type {number} */ time) => this.goToTimePoint(time),
       events: this.timeEvents,
     };
-    const { capabilities } = this.service;
+    const { capabilities, models } = this.service;
+    const channelNames = this.inspection?.file.channels ?? [];
     showResult(this.sidePanel, { job, stack: stackId, name }, table, {
+      channelNames,
+      channel: findChannel(channelNames, job.parameters.channel),
+      decoding: models.find((model) => model.name === job.model.split("/")[0])?.decoding ?? "",
       viewer,
       capabilities,
       signal,
@@ -408,6 +426,8 @@ export class Session {
       segmentWith,
       timeNavigation,
     });
+    this.sidePanel.prepend(this.staleNotice.root);
+    this.#updateStaleNotice();
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }
@@ -416,6 +436,12 @@ export class Session {
 /** @param {Record<string, unknown>} parameters of a request @returns {string} the selected scene, "" for none */
 function getScene({ scene }) {
   return String(scene ?? "");
+}
+
+/** @param {string[]} names of the channels @param {unknown} channel parameter of a request: index or name @returns {number} index of the channel, -1 if the parameter does not select one */
+function findChannel(names, channel) {
+  const text = String(channel ?? "");
+  return /^\d+$/.test(text) ? Number(text) : names.indexOf(text || " ");
 }
 
 /** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if the result has no objects */
