@@ -455,7 +455,7 @@ CLICK_ROW = """async turn => {
   return duration;
 }"""
 
-# Moves a handle of the confidence histogram. Returns how long it takes to update the table and the views, in milliseconds.
+# Moves a handle of the confidence histogram. Returns how long the table and the views take to follow, in milliseconds.
 MOVE_HANDLE = """async turn => {
   const handle = document.querySelector(".histogram input[type=range]");
   performance.clearMeasures();
