@@ -3,6 +3,7 @@
 import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "../training/annotations.js";
 import { openTrainingDialog } from "../training/training_dialog.js";
 import * as correctionStore from "../volumes/correction_store.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
@@ -44,7 +45,7 @@ export class AnnotatedStacks {
   async save(editor, timePoint) {
     const { job, stack, stem } = this;
     const time = job.time_points ? timePoint : undefined;
-    const name = time === undefined ? stem : `${stem}, time ${time}`;
+    const name = time === undefined ? stem : `${stem}, time ${formatTimePoint(time)}`;
     const correctionCount = editor.edits.length;
     const report = await openSaveAnnotationDialog({
       labels: editor.labels,

@@ -6,7 +6,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
-import { getFirstTime } from "../volumes/time_points.js";
+import { formatTimePoint, getFirstTime } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
@@ -207,7 +207,7 @@ export class CorrectView {
       root.addEventListener("keydown", (event) => this.#onKey(event), { signal });
     panel.show(
       job.time_points
-        ? `These are the labels of time point ${this.time}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
+        ? `These are the labels of time point ${formatTimePoint(this.time)}. Each time point is corrected separately. The table on the Objects tab does not include corrections.`
         : "The table on the Objects tab is updated when you open that tab.",
     );
     this.#showCounts(editor);

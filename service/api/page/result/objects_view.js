@@ -4,6 +4,7 @@ import { element, redraw } from "../core/elements.js";
 import { computeMedian, formatCount, formatNumber } from "../core/format.js";
 import { filterRows, getColumn, getConfidenceColumn, getIntensityColumn } from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 import { describeCount, FilterPanel } from "./filter_panel.js";
 
 /** @typedef {import("../volumes/object_table.js").Table} Table */
@@ -239,15 +240,11 @@ export class ObjectsView extends EventTarget {
   #createRow(row, index) {
     const label = this.labels[row];
     const cells = this.columnNames.map((name) => {
-      const value = getColumn(this.table, name)[row];
-      if (name === "label" || name === "track_id") {
-        const dot = element("span", { class: "dot" });
-        dot.style.background = getCssColor(label);
-        return element("td", {}, dot, String(label));
-      }
-      if (name === "confidence" || name === "mean_probability") return element("td", {}, formatConfidence(value));
-      if (name === "touching_border") return element("td", {}, value ? "yes" : "");
-      return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
+      const text = formatCell(name, getColumn(this.table, name)[row]);
+      if (name !== "label" && name !== "track_id") return element("td", {}, text);
+      const dot = element("span", { class: "dot" });
+      dot.style.background = getCssColor(label);
+      return element("td", {}, dot, text);
     });
     const attributes = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(index + 2) };
     return element("tr", attributes, ...cells);
@@ -266,9 +263,14 @@ function createSpacer(rowCount) {
   return row;
 }
 
-/** @param {number} confidence NaN for objects that the user has changed */
-function formatConfidence(confidence) {
-  return Number.isNaN(confidence) ? "–" : `${Math.round(confidence * 100)}%`;
+/** @param {string} name of the column @param {number} value NaN if unknown, as is the confidence of objects that the user has changed */
+function formatCell(name, value) {
+  if (name === "label" || name === "track_id") return String(value);
+  if (name === "confidence" || name === "mean_probability")
+    return Number.isNaN(value) ? "–" : `${Math.round(value * 100)}%`;
+  if (name === "touching_border") return value ? "yes" : "";
+  if (name === "time") return formatTimePoint(value);
+  return name === "parent" && value === 0 ? "" : formatNumber(value);
 }
 
 /** @param {Table} table @param {string | null} intensityColumn column of the segmented channel, which precedes those of the other channels @returns {string[]} names of the displayed columns */

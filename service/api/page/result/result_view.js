@@ -7,6 +7,7 @@ import { CorrectView } from "../correct/correct_view.js";
 import { rememberJob } from "../stack/recent_jobs.js";
 import { encodeCsv } from "../volumes/label_measure.js";
 import { completeCorrectedTable } from "../volumes/object_table.js";
+import { ClassLegend } from "./class_legend.js";
 import { describeResult, listResults } from "./compare_view.js";
 import { createExportView } from "./export_view.js";
 import { describeCount } from "./filter_panel.js";
@@ -38,9 +39,9 @@ const KEEP_ALL_PARAMETERS = {
  * @param {Table | null} table
  * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal, results: Job[],
  *   segmentWith: (changes: Record<string, string>) => Promise<void>, timeNavigation: TimeNavigation,
- *   channel: number, channelNames: string[], decoding: string}} context
+ *   channel: number, channelNames: string[], decoding: string, classNames: string[]}} context
  *   `signal` ends the link to the views; `results` are all results of the stack; `segmentWith` segments the stack again with changed parameters;
- *   `channel` is the index of the segmented channel, -1 if unknown; `decoding` is that of the model, "" if unknown
+ *   `channel` is the index of the segmented channel, -1 if unknown; `decoding` is that of the model, "" if unknown; `classNames` are empty if unknown
  */
 export function showResult(root, result, table, context) {
   const { viewer, capabilities, signal, results, segmentWith, timeNavigation, channel, channelNames } = context;
@@ -55,8 +56,10 @@ export function showResult(root, result, table, context) {
     channelNames,
     segmentWithoutFilters: keepAllParameters && !keepsAll ? () => segmentWith(keepAllParameters) : null,
   };
-  const correctView =
-    job.objects === null ? null : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
+  const hasClasses = job.objects === null;
+  const correctView = hasClasses
+    ? null
+    : new CorrectView(result, viewer, timeNavigation.getTimePoint(), capabilities, signal);
   const summary = element("p", { class: "big", id: "summary" });
   const tables = new ObjectTables(job, table, viewOptions, summary, viewer, timeNavigation, signal);
   const exportView = createExportView(job, name, capabilities.temporary_jobs, () => drawScreenshot(viewer));
@@ -65,7 +68,7 @@ export function showResult(root, result, table, context) {
   tables.addEventListener("change", updateExport);
   updateExport();
   const tabElements = createTabs([
-    { text: "Objects", page: tables.root },
+    { text: hasClasses ? "Classes" : "Objects", page: hasClasses ? createClassLegend(context) : tables.root },
     { text: "Export", page: exportView.root },
     ...(correctView
       ? [
@@ -127,6 +130,15 @@ export function showResult(root, result, table, context) {
       ...tabElements,
     ),
   );
+}
+
+/** Create a legend of the classes that the views show. @param {{viewer: Viewer, timeNavigation: TimeNavigation, signal: AbortSignal, classNames: string[]}} context */
+function createClassLegend({ viewer, timeNavigation, signal, classNames }) {
+  const legend = new ClassLegend(classNames);
+  const show = () => legend.show(viewer.scene.state);
+  timeNavigation.events.addEventListener("time", show, { signal });
+  show();
+  return legend.root;
 }
 
 /**

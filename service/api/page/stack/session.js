@@ -414,11 +414,13 @@ export class Session {
       events: this.timeEvents,
     };
     const { capabilities, models } = this.service;
+    const model = models.find(({ name: modelName }) => modelName === job.model.split("/")[0]);
     const channelNames = this.inspection?.file.channels ?? [];
     showResult(this.sidePanel, { job, stack: stackId, name }, table, {
       channelNames,
       channel: findChannel(channelNames, job.parameters.channel),
-      decoding: models.find((model) => model.name === job.model.split("/")[0])?.decoding ?? "",
+      decoding: model?.decoding ?? "",
+      classNames: model?.decoding === "classes" ? model.outputs : [],
       viewer,
       capabilities,
       signal,
