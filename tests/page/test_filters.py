@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,26 @@ def test_corrected_objects_are_filtered_and_exported(
     assert [row["label"] for row in exported] == [
         row["label"] for row in sorted(kept, key=lambda row: int(row["label"]))
     ]
+
+
+def test_intensities_are_those_of_the_segmented_channel(nuclei: LiveServer, open_page: OpenPage) -> None:
+    image = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[8:32, 40:88, 40:88]
+    pixels = np.stack([np.full_like(image, 7), image], axis=1)
+    tifffile.imwrite(
+        file := io.BytesIO(),
+        pixels,
+        ome=True,
+        metadata={"axes": "ZCYX", "Channel": {"Name": ["Empty", "DAPI"]}, "PhysicalSizeZ": 0.5}
+        | dict.fromkeys(("PhysicalSizeY", "PhysicalSizeX"), 0.2),
+    )
+    stack = nuclei.post("/stacks", file.getvalue()).json()["id"]
+    job = nuclei.run(b"", stack=stack, channel=1, diameter="12,25,25px", measurements="zip")
+    means = [float(row["intensity_mean-1"]) for row in read_rows(nuclei.result(job, Accept="text/csv").content)]
+    page = open_job(nuclei, open_page, job)
+    names = page.locator("table.objects th").all_inner_texts()
+    assert [name for name in names if name.startswith("Mean")] == ["Mean DAPI", "Mean Empty"]
+    histogram = page.get_by_role("img", name="Histogram of Mean intensity")
+    expect(histogram).to_have_attribute("aria-label", re.compile(f"from {min(means):.3g} to {max(means):.3g}$"))
 
 
 def test_result_of_earlier_settings_is_marked(nuclei: LiveServer, open_page: OpenPage, job: dict[str, Any]) -> None:

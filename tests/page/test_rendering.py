@@ -29,7 +29,7 @@ COUNT_COLORS = """() => {
 
 
 def open_ball(live: LiveServer, open_page: OpenPage) -> Page:
-    """Open the 3D view of a segmented ball in the center of a stack. The ball is brightest in its center."""
+    """Open the enlarged 3D view of a segmented ball in the center of a stack. The ball is brightest in its center."""
     z, y, x = np.ogrid[:48, :48, :48]
     distances = np.sqrt((z - CENTER) ** 2 + (y - CENTER) ** 2 + (x - CENTER) ** 2)
     stack = np.where(distances < 10, 240 - 10 * distances, 20).astype(np.uint8)
@@ -63,6 +63,12 @@ def test_click_selects_the_first_visible_object_or_the_brightest_voxel(fake: Liv
     click_center(page)
     page.get_by_role("button", name="Enlarge").click()
     expect(page.locator(".readout")).to_contain_text("object 1")
+    # The arrow keys rotate the focused 3D view. Other keys are forwarded to the slices.
+    plane = find_plane(page, "z")
+    page.locator("canvas.rendering").focus()
+    for key, expected_plane in (("ArrowLeft", plane), ("j", plane + 1), ("k", plane)):
+        page.keyboard.press(key)
+        expect(page.get_by_label("Plane along z")).to_have_value(str(expected_plane))
     position = np.array([find_plane(page, axis) for axis in "zyx"])
     assert abs(np.linalg.norm(position - CENTER) - 10) < 2, "the surface of the ball"
     page.get_by_role("button", name="Intensity").click()

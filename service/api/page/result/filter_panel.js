@@ -1,7 +1,7 @@
 /** Panel with the filters of the objects: histograms with handles, the border, and the number of displayed objects. */
 
 import { button, element } from "../core/elements.js";
-import { formatCount, formatNumber } from "../core/format.js";
+import { formatPart } from "../core/format.js";
 import { getColumn, getConfidenceColumn } from "../volumes/object_table.js";
 import { Histogram } from "./histogram.js";
 
@@ -84,13 +84,7 @@ export class FilterPanel extends EventTarget {
 
   /** @param {number} shownCount number of objects within the limits */
   showCount(shownCount) {
-    this.countText.textContent = describeCount(shownCount, this.totalCount);
+    this.countText.textContent = formatPart(shownCount, this.totalCount, "object");
     this.showAllButton.hidden = this.limits.size === 0;
   }
-}
-
-/** Describe a number of objects, such as "35 of 77 objects". @param {number} shownCount @param {number} totalCount */
-export function describeCount(shownCount, totalCount) {
-  const total = formatCount(totalCount, "object");
-  return shownCount === totalCount ? total : `${formatNumber(shownCount)} of ${total}`;
 }

@@ -1,11 +1,11 @@
 /** View of the objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
 
 import { element, redraw } from "../core/elements.js";
-import { computeMedian, formatCount, formatNumber } from "../core/format.js";
+import { computeMedian, formatCount, formatNumber, formatPart } from "../core/format.js";
 import { filterRows, getColumn, getConfidenceColumn, getIntensityColumn } from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
 import { formatTimePoint } from "../volumes/time_points.js";
-import { describeCount, FilterPanel } from "./filter_panel.js";
+import { FilterPanel } from "./filter_panel.js";
 
 /** @typedef {import("../volumes/object_table.js").Table} Table */
 /**
@@ -99,7 +99,7 @@ export class ObjectsView extends EventTarget {
       ? ` in ${formatCount(new Set(getShownValues("track_id")).size, "track")}`
       : "";
     const timeText = timePointCount > 1 ? `${trackText} at ${formatCount(timePointCount, "time point")}` : "";
-    const countText = describeCount(rows.length, table.length) + timeText;
+    const countText = formatPart(rows.length, table.length, "object") + timeText;
     if (rows.length === 0) return `${countText}.`;
     const touchingCount = getShownValues("touching_border").reduce((sum, value) => sum + value, 0);
     const borderText = touchingCount
@@ -294,6 +294,6 @@ function getColumnTitle(name, table, channelNames) {
   if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
   if (name === "intensity_mean") return "Mean";
   const channel = name.split("intensity_mean-")[1];
-  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || `channel ${Number(channel) + 1}`}`;
+  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || channel}`;
   return COLUMN_TITLES[name] ?? name;
 }

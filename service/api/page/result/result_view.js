@@ -1,7 +1,7 @@
 /** Result of a job: summary, notes, and the Objects, Export and Correct tabs. The result is linked to the views of the stack. */
 
 import { element, redraw } from "../core/elements.js";
-import { formatCount, formatNumber } from "../core/format.js";
+import { formatCount, formatNumber, formatPart } from "../core/format.js";
 import { formatLengths } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { rememberJob } from "../stack/recent_jobs.js";
@@ -10,7 +10,6 @@ import { completeCorrectedTable } from "../volumes/object_table.js";
 import { ClassLegend } from "./class_legend.js";
 import { describeResult, listResults } from "./compare_view.js";
 import { createExportView } from "./export_view.js";
-import { describeCount } from "./filter_panel.js";
 import { createNotes } from "./notes.js";
 import { ObjectsView } from "./objects_view.js";
 import { drawScreenshot } from "./screenshots.js";
@@ -149,7 +148,9 @@ function createClassLegend({ viewer, timeNavigation, signal, classNames }) {
 function describeExport(job, tables, correctView, editCount) {
   const view = tables.displayedView;
   if (job.objects === null) return { description: "The labels are classes.", filterQuery: "", corrected: null };
-  const countText = view ? describeCount(view.rows.length, view.table.length) : formatCount(job.objects, "object");
+  const countText = view
+    ? formatPart(view.rows.length, view.table.length, "object")
+    : formatCount(job.objects, "object");
   const filterText = view && view.limits.size > 0 ? "within the filters of the Objects tab, " : "";
   const corrections = formatCount(editCount, "correction");
   const correctionsText = tables.showsCorrections

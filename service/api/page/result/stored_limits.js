@@ -22,9 +22,9 @@ export function loadLimits(job) {
   return new Map((entry?.limits ?? []).map(([column, low, high]) => [column, [low ?? -Infinity, high ?? Infinity]]));
 }
 
-/** @param {string} job id @returns {number | null} number of displayed objects, null if all objects are displayed */
-export function loadShownCount(job) {
-  return loadEntries().find((entry) => entry.job === job)?.shown ?? null;
+/** @returns {Map<string, number>} number of displayed objects by job, for jobs of which not all objects are displayed */
+export function loadShownCounts() {
+  return new Map(loadEntries().map(({ job, shown }) => [job, shown]));
 }
 
 /** @param {string} job id @param {Limits} limits @param {number} shown number of objects within the limits */
