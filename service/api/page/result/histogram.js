@@ -54,6 +54,11 @@ export class Histogram extends EventTarget {
     return formatNumber(value * this.factor);
   }
 
+  /** @param {number} displayedValue @returns {number} value without the rounding error of the division */
+  #parse(displayedValue) {
+    return Number((displayedValue / this.factor).toPrecision(12));
+  }
+
   /** @param {number} value @returns {number} position along the axis from 0 to 1 */
   #getPosition(value) {
     return this.isLogarithmic
@@ -98,7 +103,7 @@ export class Histogram extends EventTarget {
         step: "any",
         placeholder: this.#format(end ? this.max : this.min).replaceAll(",", ""),
         "aria-label": `${end ? "Largest" : "Smallest"} ${title}`,
-        onchange: () => this.#setEnd(end, field.value === "" ? null : Number(field.value) / this.factor),
+        onchange: () => this.#setEnd(end, field.value === "" ? null : this.#parse(Number(field.value))),
       });
       return field;
     });
@@ -133,8 +138,8 @@ export class Histogram extends EventTarget {
   #moveEnd(end, position) {
     if (position === end) return this.#setEnd(end, null);
     // Rounded, so that the displayed limit is the limit that is used.
-    const value = Number((this.#getValue(position) * this.factor).toPrecision(LIMIT_DIGITS)) / this.factor;
-    return this.#setEnd(end, value);
+    const displayedValue = Number((this.#getValue(position) * this.factor).toPrecision(LIMIT_DIGITS));
+    return this.#setEnd(end, this.#parse(displayedValue));
   }
 
   /** Set one end of the range. The other end moves if necessary. @param {End} end @param {number | null} value null for no limit */

@@ -14,8 +14,13 @@ export function listChangedSettings(job, settings) {
   const names = new Set([...Object.keys(used), ...Object.keys(settings)]);
   return [...names]
     .filter((name) => !OTHER_PARAMETERS.includes(name))
-    .filter((name) => String(Reflect.get(used, name) ?? "") !== (settings[name] ?? ""))
+    .filter((name) => !areEqual(String(Reflect.get(used, name) ?? ""), settings[name] ?? ""))
     .map((name) => SETTING_TITLES[name] ?? name);
+}
+
+/** @param {string} first @param {string} second @returns {boolean} whether two values of a parameter are equal, as 0.5 and 0.50 are */
+function areEqual(first, second) {
+  return first === second || (first !== "" && second !== "" && Number(first) === Number(second));
 }
 
 /** The notice, with a button that segments the stack again. */

@@ -39,7 +39,10 @@ export class Viewer extends EventTarget {
     this.corner = new CornerView(
       this.scene,
       (y, x) => this.#goToProjectedPoint(y, x),
-      (position) => this.pick(position),
+      (position) => {
+        this.pick(position);
+        this.#goToVoxel(position);
+      },
       (isEnlarged) => this.#enlargeCorner(isEnlarged),
     );
     const [xy, xz, zy] = this.views;
@@ -133,8 +136,7 @@ export class Viewer extends EventTarget {
   /** Select the object at a voxel, and dispatch `pick`. @param {Triple} position */
   pick(position) {
     const id = this.#getVisibleObject(position);
-    this.scene.set({ selectedId: id });
-    this.#goToVoxel(position);
+    this.scene.set({ position, selectedId: id });
     this.#emit("pick", id);
   }
 
