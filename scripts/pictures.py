@@ -105,6 +105,16 @@ def draw_comparison(page: Page) -> None:
     save_png(page.screenshot(), IMAGES / "compare.png")
 
 
+def draw_gallery(page: Page) -> None:
+    """Try the models on the sample, and capture the gallery."""
+    page.get_by_role("button", name="Try the sample").click()
+    expect(page.get_by_role("button", name="Segment", exact=True)).to_be_enabled()
+    page.get_by_role("button", name="Compare the models").click()
+    page.get_by_role("button", name="Try on my stack").click()
+    expect(page.get_by_role("dialog").get_by_role("status")).to_contain_text("Highest confidence")
+    save_png(page.screenshot(), IMAGES / "gallery.png")
+
+
 def draw_ambiguous_stack(page: Page) -> None:
     """Open a stack with unknown axes and several channels, and capture the settings that resolve them."""
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[16:32]
@@ -162,6 +172,8 @@ def draw_page() -> None:
         draw_comparison(page)
         page.goto(address)
         draw_ambiguous_stack(page)
+        page.goto(address)
+        draw_gallery(page)
         page.goto(address)
         draw_batch(page)
         browser.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pytest
@@ -18,9 +18,20 @@ from live import TIFF, LabelTiff, LiveServer, as_tiff, eager_settings, parse_pro
 from numpy.typing import NDArray
 
 from scripts.recipes.synthetic_nuclei import synthesize
+from service.__main__ import main
 from service.api.access.keys import hash_key
+from service.cli.model_packages import train_model
+from service.core.errors import BadParameter
+from service.core.quantities import VoxelSize
+from service.core.types import Segmentation
+from service.formats.tiff import writer as tiff_writer
 from service.models.spec import ModelSpec
+from service.serving.learning.training_child import TrainingChild
+from service.serving.learning.trainings import SETTINGS_SECTIONS
+from service.training import process
 from service.training.evaluate import score
+from service.training.fine_tune import FineTuningTask
+from service.training.stacks.annotated_stack import AnnotatedStack
 
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
 
@@ -295,3 +306,61 @@ def test_training_on_part_of_a_stack_improves_the_rest(models: Path, tmp_path: P
         assert report["better"], report["message"]
         assert report["after"] > report["before"] + 0.5
         assert after > before + 0.5
+
+
+class RecordedTraining(NamedTuple):
+    """The arguments of `fine_tune`."""
+
+    stacks: Sequence[AnnotatedStack]
+    task: FineTuningTask
+
+
+def test_command_line_and_service_train_alike(
+    models: Path, tmp_path: Path, write_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The web UI sends the same requests as this test; see `tests/page/test_training.py`."""
+    image, labels = synthesize(np.random.default_rng(0), (16, 32, 48))
+    labels[[0, 1, 2, 12, 13, 14, 15]] = 0
+    for name, pixels in (("image", image), ("labels", labels)):
+        tiff_writer.write(Segmentation(pixels, "labels", VoxelSize(0.5, 0.25, 0.25)), tmp_path / f"{name}.tif")
+    runs: list[RecordedTraining] = []
+
+    def record_arguments(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> NoReturn:
+        runs.append(RecordedTraining(stacks, task))
+        raise BadParameter("recorded")
+
+    monkeypatch.setattr(train_model, "fine_tune", record_arguments)
+    monkeypatch.setattr(process, "fine_tune", record_arguments)
+    for name in ("_lower_priority", "_limit_memory"):
+        monkeypatch.setattr(process, name, lambda *_: None)
+
+    def run_in_this_process(child: TrainingChild, request: dict[str, Any], *_: object) -> str:
+        child.kill()
+        child.process.communicate()
+        with pytest.raises(BadParameter, match="recorded"):
+            process.train(request, lambda _progress: None)
+        return "recorded"
+
+    monkeypatch.setattr(TrainingChild, "run", run_in_this_process)
+    config = write_config(models, training=TRAINING, limits={"cache_bytes": 0})
+    options = ["--images", tmp_path / "image.tif", "--labels", tmp_path / "labels.tif", "--from", "random-nuclei"]
+    options += ["--partial-planes", "--minutes", "5", "--out", tmp_path / "mine", "--config", config]
+    assert main(["train", *map(str, options)]) == 1
+    with serve(eager_settings(models, jobs={"folder": tmp_path / "jobs"}, training=TRAINING)) as live:
+        stack = live.post("/stacks", (tmp_path / "image.tif").read_bytes()).json()["id"]
+        annotation = live.post("/annotations", (tmp_path / "labels.tif").read_bytes(), stack=stack).json()["id"]
+        request = {"model": "random-nuclei", "annotations": [annotation], "minutes": 5, "name": "mine"}
+        address = live.client.post("/trainings", json=request | {"partial_planes": True}).headers["location"]
+        wait_until(lambda: live.client.get(address).json()["state"] == "failed")
+        assert live.client.get(address).json()["message"] == "recorded"
+    (local_stacks, local_task), (uploaded_stacks, uploaded_task) = runs
+    for local_stack, uploaded_stack in zip(local_stacks, uploaded_stacks, strict=True):
+        assert np.array_equal(local_stack.volume.read_all(), uploaded_stack.volume.read_all())
+        assert np.array_equal(local_stack.labels, uploaded_stack.labels)
+        assert local_stack.unknown is not None
+        assert np.array_equal(local_stack.unknown, uploaded_stack.unknown)
+        assert local_stack.volume.voxel_size == uploaded_stack.volume.voxel_size
+        assert local_stack.extents == uploaded_stack.extents
+    assert local_task.base == uploaded_task.base
+    for section in SETTINGS_SECTIONS:
+        assert getattr(local_task.settings, section) == getattr(uploaded_task.settings, section)

@@ -79,6 +79,11 @@ def _add_stack_options(parser: argparse.ArgumentParser) -> None:
         help="Only some objects are annotated: voxels without a label are unknown, except in a rim around the objects",
     )
     parser.add_argument(
+        "--partial-planes",
+        action="store_true",
+        help="Only some planes are annotated: all voxels of planes without labels are unknown",
+    )
+    parser.add_argument(
         "--diameter",
         help="Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' measures it on the"
         " annotated objects, and 'none' trains at the original resolution (default: 'auto')",

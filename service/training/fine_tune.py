@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 from service.core.quantities import VoxelSize
@@ -43,12 +45,19 @@ MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 # Maximum number of steps if the time is limited.
 MAX_STEPS = 3000
+# Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.
+# Each step sees about 40 objects. With more steps, a model learns the objects by heart, and other stacks suffer.
+STEPS_PER_OBJECT = 15
+MIN_STEP_LIMIT = 300
 # Number of validations during training if the time is limited.
 VALIDATION_COUNT = 12
 # Number of batches for the batch normalization statistics if the time is limited.
 STATISTICS_BATCHES = 16
 # Number of objects to train on below which more annotated objects are likely to help.
 FEW_OBJECTS = 200
+
+# Fraction of planes without labels above which a message asks whether these planes are annotated.
+MAX_EMPTY_PLANES_FRACTION = 0.5
 
 
 class FineTuningTask(NamedTuple):
@@ -132,14 +141,18 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     summary = trainer.state.summarize()
     if not (is_better(after, before) or task.keeps_worse):
         shutil.rmtree(task.output_folder)
-        return FineTuningResult(None, before, after, _describe_failure(before, after, parts, draft, trainer), summary)
+        can_train_longer = trainer.state.step < _limit_steps(parts, draft, task.base)
+        message = _describe_failure(before, after, parts, draft, can_train_longer=can_train_longer)
+        message += _describe_empty_planes(stacks)
+        return FineTuningResult(None, before, after, message, summary)
     if task.base is not None:
         content |= _describe_origin(before, after, parts, len(stacks), task.base)
         if isinstance(draft.decoding, Instances):
             content |= _calibrate(task.base, held_out_objects, after)
     sample = _read_base_sample(task.base, draft) if task.is_private else _choose_sample(stacks[0])
     spec = write_model(network, content, task.output_folder, sample, task.settings)
-    return FineTuningResult(spec, before, after, _describe_success(before, after, parts), summary)
+    message = _describe_success(before, after, parts) + _describe_empty_planes(stacks)
+    return FineTuningResult(spec, before, after, message, summary)
 
 
 def check_output_folder(folder: Path, *, resumes: bool) -> None:
@@ -167,8 +180,9 @@ def _make_scored_trainer(
         seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
         used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
         seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
-        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), settings.training.steps)
-        log.info("a step takes %.2f s, so there is time for about %d steps", seconds_per_step, step_count)
+        max_steps = min(settings.training.steps, _limit_steps(parts, draft, task.base))
+        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), max_steps)
+        log.info("a step takes %.2f s; %d of at most %d steps are planned", seconds_per_step, step_count, max_steps)
         options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
         settings = override_settings(settings, "training", options)
     del probe_trainer
@@ -188,9 +202,17 @@ def _score_base(trainer: Trainer, parts: HeldOutParts, draft: ModelSpec, base: M
     If the new model has other outputs, the base model is run with its own outputs and decoding.
     """
     if base is None or get_target(base) == get_target(draft):
-        return score_parts(trainer.compute_averaged_scores, parts.test, draft)[0]
+        return score_parts(trainer.compute_candidate_scores, parts.test, draft)[0]
     network = load_network(base)
     return score_parts(lambda images: network(images).float(), parts.test, base)[0]
+
+
+def _limit_steps(parts: HeldOutParts, draft: ModelSpec, base: ModelSpec | None) -> int:
+    """Return the maximum number of steps if the time is limited."""
+    if base is None or get_target(base) != get_target(draft):
+        return MAX_STEPS
+    object_count = sum(part.object_count for part in parts.training)
+    return min(max(STEPS_PER_OBJECT * object_count, MIN_STEP_LIMIT), MAX_STEPS)
 
 
 def _choose_sample(stack: AnnotatedStack) -> SampleSource:
@@ -268,7 +290,7 @@ def _describe_success(before: ObjectCounts, after: ObjectCounts, parts: HeldOutP
 
 
 def _describe_failure(
-    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, draft: ModelSpec, trainer: Trainer
+    before: ObjectCounts, after: ObjectCounts, parts: HeldOutParts, draft: ModelSpec, *, can_train_longer: bool
 ) -> str:
     """Return a message with advice about a model that is not kept."""
     advice = []
@@ -279,7 +301,7 @@ def _describe_failure(
     training_count = sum(part.object_count for part in parts.training)
     if training_count < FEW_OBJECTS:
         advice.append(f"annotate more objects, because there are only {training_count} to train on")
-    if trainer.state.step < MAX_STEPS:
+    if can_train_longer:
         advice.append("train for longer")
     advice.append("start from another model")
     return (
@@ -287,6 +309,19 @@ def _describe_failure(
         f" training, {before.describe()}; after training, {after.describe()}. What to try: {'; '.join(advice)}."
         f"{_describe_reuse(parts)}"
     )
+
+
+def _describe_empty_planes(stacks: Sequence[AnnotatedStack]) -> str:
+    """Return a warning if most planes of a stack have no labels, because they are probably not annotated."""
+    for stack in stacks:
+        has_labels = np.asarray(stack.labels.any(axis=(1, 2)))
+        empty_count = len(has_labels) - int(np.count_nonzero(has_labels))
+        if stack.unknown is None and empty_count > MAX_EMPTY_PLANES_FRACTION * len(has_labels):
+            return (
+                f" {empty_count} of {len(has_labels)} planes of a stack have no labels and were used as background. If"
+                " they are not annotated, train again with --partial-planes (partial_planes in requests)."
+            )
+    return ""
 
 
 def _describe_reuse(parts: HeldOutParts) -> str:

@@ -124,6 +124,7 @@ def _parse_options(stack: dict[str, Any], request: dict[str, Any], base: ModelSp
         has_diameter=base.input.diameter is not None and request["target"] in {None, "instances"},
         ignored=stack["ignored"],
         is_partial=bool(request["is_partial"] or stack["is_partial"]),
+        has_partial_planes=bool(request["has_partial_planes"]),
     )
 
 

@@ -1,8 +1,8 @@
-"""Training techniques: weight averaging, activation checkpointing, and a workaround for convolutions in BF16."""
+"""Training techniques: averaged and interpolated weights, activation checkpointing, and safe convolutions in BF16."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -88,6 +88,20 @@ def update_average(
             averaged_statistic.lerp_(statistic, 1 - statistics_decay)
         else:
             averaged_statistic.copy_(statistic)
+
+
+def interpolate_weights(
+    initial: Mapping[str, Tensor], trained: Mapping[str, Tensor], fraction: float
+) -> dict[str, Tensor]:
+    """Return weights and statistics between the initial ones (fraction 0) and the trained ones (fraction 1).
+
+    Fine-tuned networks lose less of what they could do before if they are averaged with their initial weights (Wortsman
+    et al. 2022). Counters are those of the trained network.
+    """
+    return {
+        name: initial[name].lerp(value, fraction) if value.is_floating_point() else value
+        for name, value in trained.items()
+    }
 
 
 def recompute_statistics(network: nn.Module, images: Iterable[Tensor]) -> None:

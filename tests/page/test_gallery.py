@@ -66,7 +66,7 @@ def test_models_are_tried_on_the_stack_and_one_segments_it(nuclei: LiveServer, o
     best = max(confidences, key=lambda model: confidences[model])
     expect(status).to_contain_text(f"Highest confidence: {best}")
     expect(find_card(page, best)).to_have_class("gallery-card best")
-    page.get_by_label("Plane").press("ArrowLeft")
+    page.get_by_role("slider", name="Plane", exact=True).press("ArrowLeft")
     check_accessibility(page)
     page.get_by_role("button", name="Segment the stack with membranes").click()
     expect(page.locator("#summary")).to_contain_text("object")

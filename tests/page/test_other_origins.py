@@ -131,7 +131,8 @@ def get_service_app(live: LiveServer) -> Any:
 def read_state(live: LiveServer) -> list[Any]:
     """Return everything that a request can change."""
     stacks = get_service_app(live).state.async_jobs.stacks.nbytes
-    return [stacks, *(live.client.get(path).json() for path in ("/jobs", "/annotations", "/trainings", "/models"))]
+    paths = "/jobs", "/annotations", "/trainings", "/projects", "/models"
+    return [stacks, *(live.client.get(path).json() for path in paths)]
 
 
 def test_pages_of_other_origins_change_nothing(browser: Browser, bands_repository: Path, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def test_pages_of_other_origins_change_nothing(browser: Browser, bands_repositor
             "version": "1",
             "annotation": 32 * "0",
             "training": 32 * "0",
+            "project": live.client.post("/projects", json={"name": "Trial"}).json()["id"],
         }
         requests = [
             *list_unsafe_requests(live, identifiers),

@@ -77,7 +77,12 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     dialog.get_by_role("button", name="Start").click()
     expect(dialog).to_contain_text("another name")
     dialog.get_by_label("Name of the new model").fill("mine")
-    dialog.get_by_role("button", name="Start").click()
+    with page.expect_request(lambda request: request.url.endswith("/trainings") and request.method == "POST") as sent:
+        dialog.get_by_role("button", name="Start").click()
+    # The request is the same as one with curl, so both train alike.
+    newest = live.client.get("/annotations").json()["annotations"][0]["id"]
+    expected = {"model": "random-nuclei", "annotations": [newest], "minutes": 0.03, "name": "mine", "partial": False}
+    assert sent.value.post_data_json == expected
     training = page.get_by_role("region", name="Training")
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,27 @@ def test_model_that_is_not_better_is_not_kept(
     assert result.message.startswith("The new model is not better than the base model on 10 held-out objects")
     for advice in ("diameter=", "annotate more objects", "train for longer", "another model"):
         assert advice in result.message
+    assert "partial_planes" not in result.message
+
+
+def test_planes_without_labels_are_mentioned(base: ModelSpec, stack: AnnotatedStack, tmp_path: Path) -> None:
+    labels = stack.labels.copy()
+    labels[4:13] = 0
+    task = FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=None, steps=1), lambda _message: None)
+    message = fine_tune([replace(stack, labels=labels)], task).message
+    assert "9 of 16 planes of a stack have no labels and were used as background" in message
+
+
+def test_few_annotated_objects_limit_the_number_of_steps(
+    base: ModelSpec, stack: AnnotatedStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fine_tune_module, "STEPS_PER_OBJECT", 1)
+    monkeypatch.setattr(fine_tune_module, "MIN_STEP_LIMIT", 2)
+    messages: list[dict[str, Any]] = []
+    result = fine_tune(
+        [stack], FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=5), messages.append)
+    )
+    (step_count,) = (message["steps"] for message in messages if "steps" in message)
+    assert 2 <= step_count < len(np.unique(stack.labels))
+    assert result.summary.startswith(f"{step_count} steps")
+    assert "train for longer" not in result.message

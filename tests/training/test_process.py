@@ -25,7 +25,8 @@ def test_ignored_voxels_of_an_annotated_stack_are_unknown(
     tiff_writer.write(Segmentation(labels, "labels"), tmp_path / "labels.tif")
     stack = {"name": "planes", "image": tmp_path / "image.tif", "labels": tmp_path / "labels.tif", "region": None}
     stack |= {"diameter": None, "ignored": IGNORED, "is_partial": is_partial}
-    (annotated,) = read_stacks({"stacks": [stack], "is_partial": False}, trainable_model)
+    request = {"stacks": [stack], "is_partial": False, "has_partial_planes": False, "target": None}
+    (annotated,) = read_stacks(request, trainable_model)
     unknown = annotated.unknown
     assert unknown is not None
     assert np.array_equal(annotated.labels, np.where(labels == 1, 1, 0))

@@ -184,6 +184,8 @@ class TrainingRequest(BaseModel):
     - `name`: name of the new model.
     - `partial`: whether only some objects of the stacks are annotated. Voxels without a label are then unknown, except
       in a rim around the objects.
+    - `partial_planes`: whether only some planes of the stacks are annotated. All voxels of planes without labels are
+      then unknown.
     - `target`: what the new model learns: `instances` for objects on a background, `boundaries` for objects that fill
       the stack, such as cells in a tissue, or `affinities` for boundaries with gaps, such as those in electron
       microscopy. Default: the same as `model`.
@@ -196,6 +198,7 @@ class TrainingRequest(BaseModel):
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     partial: bool = False
+    partial_planes: bool = False
     target: TargetName | None = None
 
 

@@ -214,8 +214,8 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
         keys = _merge_keys(file_keys, option_values) | ({} if options.name is None else {"name": options.name})
         spec, notes = import_model(package, folder, keys, prepare=prepare_tensor, trust=options.trust)
         sys.stdout.write(f"{spec.folder}: {spec.identifier}, {spec.network_name}\n")
-        lines = [*(f"  {line}" for line in describe_model(spec)), *(f"note: {note}" for note in notes)]
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.writelines(f"  {line}\n" for line in describe_model(spec))
+        sys.stdout.writelines(f"note: {note}\n" for note in notes)
 
     with provide_package(options, folder) as package:
         try:
@@ -264,8 +264,7 @@ def _ask_on_terminal(prompt: str) -> str:
     # Standard output is reserved for the imported models.
     sys.stderr.write(prompt)
     sys.stderr.flush()
-    line = sys.stdin.readline()
-    if not line:
+    if not (line := sys.stdin.readline()):
         raise KeyboardInterrupt
     return line
 

@@ -81,7 +81,11 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
         raise BadParameter(f"--diameter cannot be used with --target {target}, which uses the original resolution.")
     has_diameter = target == "instances" and diameter != "none" and (base is None or base.input.diameter is not None)
     label_options = LabelOptions(
-        None if isinstance(diameter, str) else diameter, has_diameter, options.ignore_label, options.partial
+        None if isinstance(diameter, str) else diameter,
+        has_diameter,
+        options.ignore_label,
+        options.partial,
+        options.partial_planes,
     )
     return [
         read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)

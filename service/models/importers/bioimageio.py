@@ -63,16 +63,9 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
     input_axes = _Axes(input_tensor)
     output_axes = _Axes(output_tensor, input_axes.channel_count)
     key, weights, kind = _choose_weights(rdf)
-    content: dict[str, Any] = {
-        "name": rdf.get_string("name"),
-        "version": str(rdf.get("version") or "1"),
-        "summary": rdf.get_string("description", "A bioimage.io model."),
-        "licence": rdf.get_string("license", "Not stated."),
-        "training_data": _read_training_data(rdf),
-        **read_credits(rdf.get("authors"), rdf.get("cite")),
-        "input": {"channels": input_axes.channel_count, "channel_names": input_axes.channel_names},
-        "outputs": output_axes.channel_names or [f"output {number}" for number in range(output_axes.channel_count)],
-    }
+    content = _describe(rdf)
+    content["input"] = {"channels": input_axes.channel_count, "channel_names": input_axes.channel_names}
+    content["outputs"] = output_axes.channel_names or [f"output {n}" for n in range(output_axes.channel_count)]
     if kind == "state dict":
         content["architecture"] = _read_architecture(weights, version)
     tests = _read_tests(root, rdf, input_tensor, output_tensor)
@@ -94,16 +87,20 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_file.read_settings(file)[1]
     notes = (f"Imported from {key} weights of {rdf.get_string('name')!r}.",)
-    return Draft(
-        content,
-        file,
-        kind,
-        tests,
-        problems,
-        notes,
-        description="a bioimage.io package",
-        picture=_find_cover(root, rdf),
-    )
+    picture = _find_cover(root, rdf)
+    return Draft(content, file, kind, tests, problems, notes, description="a bioimage.io package", picture=picture)
+
+
+def _describe(rdf: Fields) -> dict[str, Any]:
+    """Return the keys that describe the model to users."""
+    return {
+        "name": rdf.get_string("name"),
+        "version": str(rdf.get("version") or "1"),
+        "summary": rdf.get_string("description", "A bioimage.io model."),
+        "licence": rdf.get_string("license", "Not stated."),
+        "training_data": _read_training_data(rdf),
+        **read_credits(rdf.get("authors"), rdf.get("cite")),
+    }
 
 
 def _restore_model(rdf: Fields, content: dict[str, Any]) -> bool:

@@ -32,18 +32,19 @@ INTERRUPTED_MESSAGE = (
 class TrainingRecord:
     """A training run. Times are in seconds since the Unix epoch.
 
-    name        name of the new model
-    base_model  name and version of the model from which the training starts
-    stage       current stage; the first stage while the training run is waiting
-    loss        pairs of step and training loss, thinned out if there are many steps
-    validation  pairs of step and validation loss; the first pair is from before the first step
-    f1          pairs of step and F1 score of the objects in the validation parts
-    partial     whether only some objects of the stacks are annotated
-    target      what the new model learns; None for the same as the base model
-    before      score of the base model on held-out data: F1 at an intersection over union of 0.5
-    after       score of the new model on the same data
-    better      whether the new model is better than the base model
-    stride      number of steps between two pairs in `loss`
+    name            name of the new model
+    base_model      name and version of the model from which the training starts
+    stage           current stage; the first stage while the training run is waiting
+    loss            pairs of step and training loss, thinned out if there are many steps
+    validation      pairs of step and validation loss; the first pair is from before the first step
+    f1              pairs of step and F1 score of the objects in the validation parts
+    partial         whether only some objects of the stacks are annotated
+    partial_planes  whether only some planes of the stacks are annotated
+    target          what the new model learns; None for the same as the base model
+    before          score of the base model on held-out data: F1 at an intersection over union of 0.5
+    after           score of the new model on the same data
+    better          whether the new model is better than the base model
+    stride          number of steps between two pairs in `loss`
     """
 
     id: str
@@ -68,6 +69,7 @@ class TrainingRecord:
     stage: TrainingStage = "reading"
     f1: list[tuple[int, float]] = field(default_factory=list)
     partial: bool = False
+    partial_planes: bool = False
     target: TargetName | None = None
 
     @property

@@ -58,12 +58,13 @@ log = logging.getLogger(__name__)
 class NewTraining(NamedTuple):
     """A training request from a client.
 
-    model        name of the model from which the training starts; None for the default model
-    annotations  IDs of annotated stacks
-    minutes      maximum duration of the training run
-    name         name of the new model
-    partial      whether only some objects of the stacks are annotated
-    target       what the new model learns; None for the same as the model from which the training starts
+    model           name of the model from which the training starts; None for the default model
+    annotations     IDs of annotated stacks
+    minutes         maximum duration of the training run
+    name            name of the new model
+    partial         whether only some objects of the stacks are annotated
+    partial_planes  whether only some planes of the stacks are annotated
+    target          what the new model learns; None for the same as the model from which the training starts
     """
 
     model: str | None
@@ -71,6 +72,7 @@ class NewTraining(NamedTuple):
     minutes: float
     name: str
     partial: bool = False
+    partial_planes: bool = False
     target: TargetName | None = None
 
 
@@ -150,7 +152,8 @@ class TrainingManager:
         record = TrainingRecord(
             uuid.uuid4().hex, owner, request.name, spec.identifier, annotation_ids, request.minutes, time.time()
         )
-        record.partial, record.target = request.partial, request.target
+        record.partial, record.partial_planes = request.partial, request.partial_planes
+        record.target = request.target
         with self.queue.condition:
             # The model may have been deleted in the meantime.
             self._models.get_servable_spec(spec.name)
@@ -305,6 +308,7 @@ class TrainingManager:
             "niceness": limits.niceness,
             "keep_worse": limits.keep_worse,
             "is_partial": record.partial,
+            "has_partial_planes": record.partial_planes,
             "target": record.target,
             "settings": self._settings.model_dump(mode="json", include=set(SETTINGS_SECTIONS)),
         }

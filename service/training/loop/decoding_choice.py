@@ -20,16 +20,16 @@ from service.inference.preprocessing.resample import resample_segmentation
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Instances
-from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts
+from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts, compute_standard_error
 from service.training.stacks.overlaps import Labels, count_shared_voxels
 
 # Candidates for `threshold`, `min_confidence` and `min_relative_odds`, in addition to the values of the base model.
 THRESHOLDS = (0.4, 0.5, 0.6, 0.7)
 MIN_CONFIDENCES = (0.0, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 MIN_RELATIVE_ODDS = (0.0,)
-# Minimum gain of the sum of both F1 scores for which the thresholds of the base model are replaced.
+# Minimum gain of the sum of both F1 scores for which the thresholds of the base model are replaced. If there are few
+# objects, the gain must also be larger than the standard error of the F1 score.
 MIN_GAIN = 0.04
-
 
 # Fraction of unknown voxels above which a segmented object is neither correct nor wrong.
 MAX_UNKNOWN_FRACTION = 0.5
@@ -81,7 +81,7 @@ def choose_decoding(parts: Sequence[ScoredPart], spec: ModelSpec) -> ChosenDecod
     """Return the decoding with the highest F1 scores; the one of `spec` unless others are clearly better."""
     base = require_instances(spec)
     best = _count_all(parts, spec, base, [base])[0]
-    best_rating = _rate(best) + MIN_GAIN
+    best_rating = _rate(best) + max(MIN_GAIN, compute_standard_error(best.counts.f1, best.counts.true))
     confidences = sorted({base.min_confidence, *MIN_CONFIDENCES})
     for threshold in dict.fromkeys((base.threshold, *THRESHOLDS)):
         for odds in dict.fromkeys((base.min_relative_odds, *MIN_RELATIVE_ODDS)):
@@ -132,13 +132,14 @@ def _match(part: ScoredPart, spec: ModelSpec, decoding: Instances) -> _Matches:
     segmentation = decode_part(part, spec, decoding)
     if segmentation.objects is None:
         raise TypeError("The instance decoder returned no objects.")
+    objects = segmentation.objects
     shared_voxels = count_shared_voxels(part.truth, segmentation.pixels)
     true_sizes, found_sizes = shared_voxels.sum(axis=1)[1:, None], shared_voxels.sum(axis=0)[None, 1:]
-    overlaps = shared_voxels[1:, 1:]
-    iou, objects = overlaps / np.maximum(true_sizes + found_sizes - overlaps, 1), segmentation.objects
+    unknown_counts = np.zeros(len(objects), np.int64)
     if part.unknown is not None:
-        voxel_counts = np.bincount(segmentation.pixels.ravel(), minlength=len(objects) + 1)[1:]
         unknown_counts = np.bincount(segmentation.pixels[part.unknown].ravel(), minlength=len(objects) + 1)[1:]
-        is_known = unknown_counts <= MAX_UNKNOWN_FRACTION * voxel_counts
-        iou, objects = iou[:, is_known], objects.select(is_known)
-    return _Matches(iou, objects)
+    overlaps = shared_voxels[1:, 1:]
+    # Annotated objects have no unknown voxels, so only the known voxels of found objects are compared with them.
+    iou = overlaps / np.maximum(true_sizes + found_sizes - unknown_counts - overlaps, 1)
+    is_relevant = (unknown_counts <= MAX_UNKNOWN_FRACTION * found_sizes[0]) | (iou > MATCHING_IOU).any(axis=0)
+    return _Matches(iou[:, is_relevant], objects.select(is_relevant))

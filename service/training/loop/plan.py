@@ -102,13 +102,18 @@ def rate_partition(f1: float, voi: float | None) -> float | None:
     return None if voi is None else f1 - voi
 
 
+def compute_standard_error(f1: float, object_count: int) -> float:
+    """Return the standard error of an F1 score that was measured on this number of annotated objects."""
+    return math.sqrt(f1 * (1 - f1) / max(object_count, 1))
+
+
 def _divide(numerator: int, denominator: int) -> float:
     """Return a fraction, or 0 if it is undefined."""
     return numerator / denominator if denominator else 0.0
 
 
 class TrainingPlan(Training):
-    """Training options: the settings and two additional options.
+    """Training options: the settings and additional options.
 
     If there is no time limit, durations are in steps, so that the same seed gives the same result on machines of
     different speed. With a time limit, the learning rate also depends on the elapsed time, so that it has decayed when
@@ -116,10 +121,13 @@ class TrainingPlan(Training):
     checkpoints.
 
     averaging   decay per step of the moving average of the weights, which is used for the new model
+    fractions   ascending fractions of the change of the weights. The first one is validated during training, and
+                compared with the others and the complete change at the end. Empty: use the complete change.
     statistics  number of batches from which the batch normalization statistics of the averaged network are computed
     """
 
     averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    fractions: tuple[float, ...] = ()
     statistics: PositiveInt = 40
 
     def get_learning_rate(self, progress: float) -> float:

@@ -16,13 +16,17 @@ from service.core.hardware import devices
 from service.engine import precision
 from service.models.architectures.build import build_network
 from service.models.loader import check_decoding_library, load_network
-from service.models.spec import ModelSpec, check_trainable
+from service.models.spec import ModelSpec, check_trainable, get_target
 from service.training.loop.plan import TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
 from service.training.targets.choice import choose_targets, copy_weights
+
+# Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
+# if nothing is known about the images on which the model will be used.
+FINE_TUNING_FRACTIONS = (0.5, 0.75)
 
 TrainerFactory = Callable[[Settings, Path, torch.dtype], Trainer]
 """Function that creates a trainer, given settings with the training options, a folder and a dtype."""
@@ -59,7 +63,9 @@ def prepare_training(
         torch.manual_seed(seed)
         network = _build_network(draft, base)
         _check_crop_size(network, edge)
-        plan = TrainingPlan(**trainer_settings.training.model_dump())
+        # Weights halfway between those for different targets would be meaningless.
+        fractions = FINE_TUNING_FRACTIONS if base is not None and get_target(base) == get_target(draft) else ()
+        plan = TrainingPlan(**trainer_settings.training.model_dump(), fractions=fractions)
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer

@@ -21,8 +21,21 @@ from tqdm import tqdm
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
-from service.training.loop.plan import CURVE_COLUMNS, TrainerState, TrainingPlan, ValidationScores, format_number
-from service.training.techniques import checkpoint_blocks, make_convolutions_safe, recompute_statistics, update_average
+from service.training.loop.plan import (
+    CURVE_COLUMNS,
+    TrainerState,
+    TrainingPlan,
+    ValidationScores,
+    compute_standard_error,
+    format_number,
+)
+from service.training.techniques import (
+    checkpoint_blocks,
+    interpolate_weights,
+    make_convolutions_safe,
+    recompute_statistics,
+    update_average,
+)
 
 if TYPE_CHECKING:
     from service.training.loop.validation import Validator
@@ -58,11 +71,12 @@ class Trainer:
         self.plan, self.folder, self.state = plan, folder, TrainerState()
         self._device, self._dtype = device, dtype = placement
         self._network = network.to(device).train().requires_grad_(requires_grad=True)
-        self._averaged_network = copy.deepcopy(network).eval()
-        self._best_weights = copy.deepcopy(self._averaged_network.state_dict())
+        self._averaged_network, self._candidate = copy.deepcopy(network).eval(), copy.deepcopy(network).eval()
+        self._initial_weights = copy.deepcopy(self._averaged_network.state_dict())
+        self._best_weights = self._initial_weights
         self._forward = self._prepare_network()
         self._latest_loss: float | None = None
-        # Whether all steps are done, so that only the statistics of the averaged network remain to be computed.
+        # Whether all steps are done, so that only the final weights remain to be chosen.
         self.is_finishing = False
         # Called after each step, after each validation, and at the end of the steps.
         self.on_progress: Callable[[Trainer], None] = _ignore_progress
@@ -82,7 +96,7 @@ class Trainer:
         self._last_validation = (-math.inf, 0.0)
 
     def run(self) -> nn.Module:
-        """Train as planned. Return the averaged network with the lowest validation loss, on the CPU."""
+        """Train as planned. Return the averaged network with the best validation scores, on the CPU."""
         plan, state = self.plan, self.state
         first_example_number = state.step // STEPS_PER_REFRESH
         pool = ExamplePool(self._examples, plan.pool, first_number=first_example_number, worker_count=plan.workers)
@@ -105,19 +119,49 @@ class Trainer:
             batches.close()
             self.is_finishing = True
             self.on_progress(self)
-            self._averaged_network.load_state_dict(self._best_weights)
-            rng = np.random.default_rng([plan.seed, 3])
-            images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
-            recompute_statistics(self._averaged_network, images)
-            scores, decoding = self._validator.validate(self.compute_averaged_scores)
-            if self.best_scores.is_better_than(scores):
-                self._averaged_network.load_state_dict(self._best_weights)
+            if plan.fractions:
+                self._choose_fraction()
             else:
-                self.best_decoding = decoding
+                self._recompute_statistics(pool)
         finally:
             batches.close()
             pool.close()
-        return self._averaged_network.cpu()
+        self._candidate.load_state_dict(self._best_weights)
+        return self._candidate.cpu()
+
+    def _recompute_statistics(self, pool: ExamplePool) -> None:
+        """Recompute the batch normalization statistics of the best weights, unless that decreases the scores."""
+        plan, rng = self.plan, np.random.default_rng([self.plan.seed, 3])
+        self._candidate.load_state_dict(self._best_weights)
+        images = (draw_batch(pool, rng, plan.batch_size, plan.edge)[0] for _ in range(plan.statistics))
+        recompute_statistics(self._candidate, images)
+        scores, decoding = self._validator.validate(self.compute_candidate_scores)
+        if not self.best_scores.is_better_than(scores):
+            self._best_weights, self.best_decoding = copy.deepcopy(self._candidate.state_dict()), decoding
+
+    def _choose_fraction(self) -> None:
+        """Compare the best weights with the latest weights, which are further away from the initial ones.
+
+        A few annotated objects cannot show what a network has forgotten about other stacks. Therefore, the weights
+        closest to the initial ones are used whose F1 score is at most a standard error below the best one (Breiman et
+        al. 1984).
+        """
+        candidates = [(self.best_scores.f1, self._best_weights, self.best_decoding)]
+        for fraction in (*self.plan.fractions[1:], 1.0):
+            self._load_candidate(fraction)
+            scores, decoding = self._validator.validate(self.compute_candidate_scores)
+            candidates.append((scores.f1, copy.deepcopy(self._candidate.state_dict()), decoding))
+        log.info("F1 by distance from the base model: %s", ", ".join(f"{f1:.2f}" for f1, *_ in candidates))
+        best_f1 = max(f1 for f1, *_ in candidates)
+        min_f1 = best_f1 - compute_standard_error(best_f1, self._validator.object_count)
+        _, self._best_weights, self.best_decoding = next(
+            candidate for candidate in candidates if candidate[0] >= min_f1
+        )
+
+    def _load_candidate(self, fraction: float) -> None:
+        """Load a fraction of the change of the averaged weights into the network that is validated."""
+        weights = interpolate_weights(self._initial_weights, self._averaged_network.state_dict(), fraction)
+        self._candidate.load_state_dict(weights)
 
     @property
     def progress(self) -> float:
@@ -217,17 +261,18 @@ class Trainer:
             scores = network(images)
         return scores.float()
 
-    def compute_averaged_scores(self, images: Tensor) -> Tensor:
-        """Return the raw scores [B, K, z, y, x] of the averaged network for images [B, 1, z, y, x]."""
-        return self._compute_scores(self._averaged_network, images)
+    def compute_candidate_scores(self, images: Tensor) -> Tensor:
+        """Return the raw scores [B, K, z, y, x] of the network that is validated for images [B, 1, z, y, x]."""
+        return self._compute_scores(self._candidate, images)
 
     def _validate(self) -> None:
-        """Validate the averaged network, copy its weights if they are the best so far, and write the loss curve."""
+        """Validate the averaged weights, copy them if they are the best so far, and write the loss curve."""
         state, start_time = self.state, time.monotonic()
-        scores, decoding = self._validator.validate(self.compute_averaged_scores)
+        self._load_candidate(min(self.plan.fractions, default=1.0))
+        scores, decoding = self._validator.validate(self.compute_candidate_scores)
         state.seconds = time.monotonic() - self._start_time
         if state.add_row(self.plan.get_learning_rate(self.progress), self._latest_loss, scores):
-            self._best_weights, self.best_decoding = copy.deepcopy(self._averaged_network.state_dict()), decoding
+            self._best_weights, self.best_decoding = copy.deepcopy(self._candidate.state_dict()), decoding
         self._last_validation = (time.monotonic(), time.monotonic() - start_time)
         loss_text = f"  loss {format_number(self._latest_loss)}" if state.step else ""
         log.info(

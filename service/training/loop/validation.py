@@ -19,7 +19,7 @@ from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import Example, cut_tiles
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
 from service.training.loop.plan import ObjectCounts, ValidationScores
-from service.training.stacks.parts import StackPart, compute_part_targets, cut_part
+from service.training.stacks.parts import StackPart, compute_part_targets, crop_to_annotated_planes, cut_part
 from service.training.targets.choice import Targets, choose_targets
 
 Network = Callable[[Tensor], Tensor]
@@ -79,6 +79,11 @@ class Validator:
         self.tiles = [_cut_part_tiles(part, edge, self.targets) for part in parts]
         self._parts = [limit_part(part, MAX_VALIDATION_VOXELS // len(parts)) for part in parts]
 
+    @property
+    def object_count(self) -> int:
+        """Number of annotated objects."""
+        return sum(part.object_count for part in self._parts)
+
     @torch.no_grad()
     def validate(self, network: Network) -> tuple[ValidationScores, Instances | Boundaries]:
         """Return the scores of a network, and the decoding with which it has these scores."""
@@ -107,7 +112,8 @@ class Validator:
 
 def _cut_part_tiles(part: StackPart, edge: int, targets: Targets) -> tuple[Tensor, Tensor]:
     """Return images [B, 1, e, e, e] and targets [B, T, e, e, e] of some cubes of a part."""
-    return cut_tiles(Example(part.image, compute_part_targets(part, targets.compute)), edge)
+    annotated_part = crop_to_annotated_planes(part)
+    return cut_tiles(Example(annotated_part.image, compute_part_targets(annotated_part, targets.compute)), edge)
 
 
 def limit_part(part: StackPart, max_voxels: int) -> StackPart:

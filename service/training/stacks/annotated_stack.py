@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +33,18 @@ MIN_OBJECTS_FOR_EXTENTS = 5
 class LabelOptions(NamedTuple):
     """The meaning of the labels.
 
-    diameter      diameter of the objects; None to measure it on the annotated objects
-    has_diameter  whether the stack is resampled to the object diameter of the model
-    ignored       label of voxels that are not annotated; None if there is no such label
-    is_partial    whether only some objects are annotated, so that most voxels without a label are unknown
+    diameter            diameter of the objects; None to measure it on the annotated objects
+    has_diameter        whether the stack is resampled to the object diameter of the model
+    ignored             label of voxels that are not annotated; None if there is no such label
+    is_partial          whether only some objects are annotated, so that most voxels without a label are unknown
+    has_partial_planes  whether only some planes are annotated, so that all voxels of planes without labels are unknown
     """
 
     diameter: Diameter | None = None
     has_diameter: bool = True
     ignored: int | None = None
     is_partial: bool = False
+    has_partial_planes: bool = False
 
 
 DEFAULT_LABEL_OPTIONS = LabelOptions()
@@ -111,15 +114,17 @@ def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS)
         )
     region = stack.region or WHOLE_STACK
     labels = convert_labels(labels_volume.read_all()[0][region], stack.name)
-    unknown = None
+    unknown = np.zeros(labels.shape, np.bool_)
     if options.ignored is not None:
-        unknown = labels == options.ignored
+        unknown |= labels == options.ignored
         labels = np.where(unknown, labels.dtype.type(0), labels)
-    measured = _find_extents(stack, labels, volume.voxel_size, options.diameter)
+    if options.has_partial_planes:
+        unknown |= ~labels.any(axis=(1, 2), keepdims=True)
+    measured = _find_extents(stack, labels, volume.voxel_size, options)
     if options.is_partial:
-        is_far = _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
-        unknown = is_far if unknown is None else unknown | is_far
-    return AnnotatedStack(stack.name, volume, labels, region, measured if options.has_diameter else None, unknown)
+        unknown |= _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
+    extents = measured if options.has_diameter else None
+    return AnnotatedStack(stack.name, volume, labels, region, extents, unknown if unknown.any() else None)
 
 
 def _find_distant_voxels(labels: NDArray[Any], extents: Extents) -> NDArray[np.bool_]:
@@ -142,11 +147,11 @@ def convert_labels(labels: NDArray[Any], name: str) -> NDArray[Any]:
 
 
 def _find_extents(
-    stack: StackFiles, labels: NDArray[Any], voxel_size: VoxelSize | None, diameter: Diameter | None
+    stack: StackFiles, labels: NDArray[Any], voxel_size: VoxelSize | None, options: LabelOptions
 ) -> Extents | None:
     """Return the diameter of the objects in voxels: the specified one, the annotated one, or the recorded one."""
-    if diameter is not None:
-        extents = diameter.to_voxels(voxel_size)
+    if options.diameter is not None:
+        extents = options.diameter.to_voxels(voxel_size)
         if extents is None:
             raise BadParameter(
                 f"{stack.name}: the file does not specify a voxel size, which is needed for a diameter in um. Add"
@@ -159,7 +164,33 @@ def _find_extents(
     if measured is None or (recorded is not None and np.count_nonzero(np.unique(labels)) < MIN_OBJECTS_FOR_EXTENTS):
         return recorded
     z, y, x = measured.tolist()
+    if options.has_partial_planes and options.has_diameter:
+        depth = _estimate_depth(labels)
+        if depth is None:
+            if recorded is not None:
+                return recorded
+            raise BadParameter(
+                f"{stack.name}: the annotated planes do not show how many planes deep the objects are, because too few"
+                " objects begin or end between two annotated planes. Annotate adjacent planes, or set the diameter"
+                " along z, y and x, such as 7,15,15px.",
+                parameter="diameter",
+            )
+        z = depth
     return z, y, x
+
+
+def _estimate_depth(labels: NDArray[Any]) -> float | None:
+    """Return the mean number of planes of an object in labels [Z, Y, X] of which only some planes are annotated.
+
+    Planes without labels are not annotated. Objects that are cut off by them would bias the measured depth. Therefore,
+    only pairs of adjacent annotated planes are used (the disector of Sterio, 1984): the number of object sections,
+    divided by the number of objects that are in one of the two planes. Returns None if there are too few of them.
+    """
+    sections = [set(np.unique(plane[plane > 0]).tolist()) for plane in labels]
+    pairs = [(upper, lower) for upper, lower in itertools.pairwise(sections) if upper and lower]
+    section_count = sum(len(upper) + len(lower) for upper, lower in pairs)
+    end_count = sum(len(upper ^ lower) for upper, lower in pairs)
+    return section_count / end_count if end_count >= MIN_OBJECTS_FOR_EXTENTS else None
 
 
 def check_background(stacks: Sequence[AnnotatedStack]) -> None:

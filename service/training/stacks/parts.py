@@ -140,10 +140,23 @@ def cut_part(part: StackPart, axis: int, start: int, stop: int) -> StackPart:
 
 def compute_part_targets(part: StackPart, compute: TargetFunction) -> Floats:
     """Return the targets [T, z, y, x] of a part, float32, with a weight as an additional target if some are unknown."""
-    targets = compute(part.labels)
     if part.unknown is None:
-        return targets
+        return compute(part.labels)
+    # Objects do not end at planes that are not annotated, so the targets of each run of annotated planes are computed
+    # separately.
+    is_annotated = np.asarray(~part.unknown.all(axis=(1, 2)))
+    run_starts = np.flatnonzero(np.diff(is_annotated, prepend=is_annotated[:1])).tolist()
+    runs = np.split(part.labels, run_starts)
+    targets = np.concatenate([compute(run) for run in runs if len(run)], axis=1)
     return np.concatenate([targets, ~part.unknown[None]]).astype(np.float32)
+
+
+def crop_to_annotated_planes(part: StackPart) -> StackPart:
+    """Return a part without the planes before the first and after the last annotated plane."""
+    if part.unknown_truth is None:
+        return part
+    indices = np.flatnonzero(~part.unknown_truth.all(axis=(1, 2)))
+    return cut_part(part, 0, int(indices[0]), int(indices[-1]) + 1) if indices.size else part
 
 
 def hold_out_parts(parts: Sequence[StackPart], validation_fraction: float) -> HeldOutParts:

@@ -46,3 +46,12 @@ def test_objects_in_unknown_regions_are_not_wrong(truth: np.ndarray) -> None:
     part = make_part(truth, 0.95)._replace(truth=known_truth)
     assert match_objects(part, SPEC)[0].precision < 0.7
     assert match_objects(part._replace(unknown=unknown), SPEC)[0].precision > 0.9
+
+
+def test_objects_that_continue_in_unknown_planes_are_correct(truth: np.ndarray) -> None:
+    unknown = np.ones(truth.shape, np.bool_)
+    unknown[10:13] = False
+    known_truth = np.where(unknown, 0, truth)
+    counts = match_objects(make_part(truth, 0.95)._replace(truth=known_truth, unknown=unknown), SPEC)[0]
+    assert counts.true == len(np.unique(known_truth)) - 1
+    assert min(counts.precision, counts.recall) > 0.9

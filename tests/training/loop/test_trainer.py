@@ -3,6 +3,7 @@ import csv
 import io
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from scripts.recipes.synthetic_nuclei import synthesize
 from service.core.errors import BadParameter
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import Pair
-from service.training.loop.plan import CURVE_COLUMNS, TrainingPlan
+from service.training.loop.plan import CURVE_COLUMNS, TrainingPlan, ValidationScores
 from service.training.loop.trainer import CHECKPOINT_FILE, CURVE_FILE, Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.model_folder import save_weights
@@ -178,6 +179,23 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
         norm.momentum = 0.0
     trainer.run()
     assert trainer.state.step < 5
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"), [((0.6, 0.3, 0.7), 0.5), ((0.1, 0.3, 0.7), 1.0), ((0.1, 0.7, 0.3), 0.75)]
+)
+def test_weights_change_only_as_far_as_the_scores_require(
+    pair: Pair, tmp_path: Path, scores: tuple[float, ...], expected: float
+) -> None:
+    trainer = make_trainer(pair, tmp_path, steps=1, fractions=(0.5, 0.75))
+    name, parameter = next(trainer._averaged_network.named_parameters())
+    initial_weights = parameter.detach().clone()
+    # One validation before and one after the step, then two of weights that are further away.
+    rows = iter([(ValidationScores(1.0, None, f1, f1, f1, f1), SPEC.decoding) for f1 in (0.0, *scores)])
+    trainer._validator = SimpleNamespace(object_count=20, validate=lambda _network: next(rows))
+    weights = trainer.run().state_dict()[name]
+    assert not torch.equal(weights, initial_weights)
+    assert torch.allclose(weights, initial_weights.lerp(parameter, expected))
 
 
 def test_network_with_shared_layers_can_be_trained_and_saved(pair: Pair, tmp_path: Path) -> None:

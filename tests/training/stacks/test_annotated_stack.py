@@ -87,6 +87,39 @@ def test_unannotated_voxels_are_unknown(tmp_path: Path) -> None:
     assert read_stack(files).unknown is None
 
 
+@pytest.mark.parametrize("planes", [slice(0, 24), slice(2, 12), slice(13, 18)])
+def test_depth_of_objects_is_measured_on_some_annotated_planes(tmp_path: Path, planes: slice) -> None:
+    # Rows of boxes that are 1 to 5 planes deep and begin at all planes.
+    labels = np.zeros((24, 100, 40), np.uint16)
+    for row in range(25):
+        depth = 1 + row % 5
+        for number, z in enumerate(range(-(row % 6), 24, depth + 1), 1):
+            labels[max(z, 0) : max(z + depth, 0), 4 * row : 4 * row + 3, 5:35] = 100 * row + number
+    is_annotated = np.zeros(24, np.bool_)
+    is_annotated[planes] = True
+    labels[~is_annotated] = 0
+    files = write_stack(tmp_path, labels, labels)
+    stack = read_stack(files, LabelOptions(has_partial_planes=True))
+    assert stack.extents is not None
+    depth, *others = stack.extents
+    assert depth == pytest.approx(2.2, abs=0.4)
+    assert others == [3, 30]
+    unknown = np.zeros(labels.shape, np.bool_) if stack.unknown is None else stack.unknown
+    assert np.array_equal(unknown, np.broadcast_to(~is_annotated[:, None, None], labels.shape))
+    assert read_stack(files).unknown is None
+
+
+def test_single_annotated_planes_need_a_diameter(tmp_path: Path) -> None:
+    labels = make_grid((12, 24, 24))
+    labels[np.arange(12) % 3 > 0] = 0
+    files, options = write_stack(tmp_path, labels, labels), LabelOptions(has_partial_planes=True)
+    with pytest.raises(BadParameter, match="Annotate adjacent planes, or set the diameter"):
+        read_stack(files, options)
+    assert read_stack(files._replace(diameter="2um"), options).extents == (4, 8, 8)
+    assert read_stack(files, options._replace(diameter=Diameter((2.0,), "um"))).extents == (4, 8, 8)
+    assert read_stack(files, options._replace(has_diameter=False)).extents is None
+
+
 def test_stacks_without_background_are_refused_with_advice() -> None:
     volume = Volume.from_array(np.zeros((1, 4, 8, 8), np.uint8))
     labels = np.ones((4, 8, 8), np.uint8)

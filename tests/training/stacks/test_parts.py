@@ -10,7 +10,15 @@ from service.core.quantities import Diameter
 from service.core.types import Volume
 from service.inference.preprocessing.resample import prepare
 from service.training.stacks.annotated_stack import AnnotatedStack, Region
-from service.training.stacks.parts import StackPart, hold_out_parts, resample_stack, split_part
+from service.training.stacks.parts import (
+    StackPart,
+    compute_part_targets,
+    crop_to_annotated_planes,
+    hold_out_parts,
+    resample_stack,
+    split_part,
+)
+from service.training.targets.instances import compute_instance_targets
 
 SPEC = make_new_spec(input={"diameter": 16, "roi_size": [16, 16, 16]})
 
@@ -67,6 +75,20 @@ def test_parts_are_split_by_object_voxels_in_plane() -> None:
     assert np.array_equal(np.concatenate([first.truth, last.truth], 2), labels)
     deep_part = StackPart("a", image.swapaxes(0, 2)[:, :, :], labels.swapaxes(0, 2), labels.swapaxes(0, 2))
     assert split_part(deep_part, 0.5)[0].image.shape == (16, 24, 12)
+
+
+def test_objects_do_not_end_at_planes_that_are_not_annotated() -> None:
+    labels = np.zeros((9, 16, 16), np.uint16)
+    labels[:, 4:12, 4:12] = 1
+    unknown = np.zeros(labels.shape, np.bool_)
+    unknown[[0, 1, 5, 8]] = True
+    known_labels = np.where(unknown, np.uint16(0), labels)
+    part = StackPart("a", labels.astype(np.float32), known_labels, known_labels, unknown, unknown)
+    targets = compute_part_targets(part, compute_instance_targets)
+    for run in (slice(2, 5), slice(6, 8)):
+        assert np.array_equal(targets[:2, run], compute_instance_targets(labels[run]))
+    assert np.array_equal(targets[2], ~unknown)
+    assert np.array_equal(crop_to_annotated_planes(part).labels, known_labels[2:8])
 
 
 def test_held_out_parts_are_not_used_for_training() -> None:
