@@ -80,9 +80,11 @@ def wait_until_ready(address: str) -> None:
 
 
 def draw_result(page: Page) -> None:
-    """Segment the sample, select an object in the table, and capture the page with the 3D view."""
+    """Segment the sample, hide small objects, select an object in the table, and capture the page with the 3D view."""
     page.get_by_role("button", name="Try the sample").click()
     run_segmentation(page)
+    page.get_by_label("Smallest Volume, µm³", exact=True).fill("30")
+    page.keyboard.press("Enter")
     page.locator("tr[data-row]").nth(4).click()
     page.get_by_role("button", name="3D").click()
     page.wait_for_timeout(1500)

@@ -6,10 +6,10 @@ async ([objectCount, depth, edge]) => {
   const image = new Uint16Array(depth * edge * edge), labels = new Uint16Array(image.length);
   const objectsPerSide = Math.ceil(Math.sqrt(objectCount)), cellEdge = edge / objectsPerSide;
   const names = "label,num_pixels,area,equivalent_diameter_area,bbox-0,bbox-1,bbox-2,bbox-3,bbox-4,bbox-5,intensity_mean,";
-  const rows = [names + "touching_border,unit"];
+  const rows = [names + "touching_border,mean_probability,confidence,unit"];
   for (let id = 1; id <= objectCount; id++) {
     const y = Math.floor((id - 1) / objectsPerSide) * cellEdge, x = ((id - 1) % objectsPerSide) * cellEdge;
-    rows.push(`${id},100,${id % 97},${id % 13},0,${y},${x},${depth},${y + cellEdge},${x + cellEdge},${id % 251},False,um`);
+    rows.push(`${id},100,${id % 97},${id % 13},0,${y},${x},${depth},${y + cellEdge},${x + cellEdge},${id % 251},False,${(id % 89) / 89},${(id % 83) / 83},um`);
   }
   for (let p = 0; p < image.length; p++) {
     const x = p % edge, y = Math.floor(p / edge) % edge;
@@ -26,5 +26,6 @@ async ([objectCount, depth, edge]) => {
   const { parseTable } = await import("/page/volumes/object_table.js");
   const objectsView = new ObjectsView(parseTable(rows.join("\n")));
   document.getElementById("side").replaceChildren(objectsView.root);
+  objectsView.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objectsView.hiddenFlags }));
   objectsView.addEventListener("select", event => viewer.select(event.detail, objectsView.getCenter(event.detail)));
 }

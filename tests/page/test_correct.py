@@ -178,7 +178,7 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     page.locator(".scroller").evaluate("scroller => { scroller.scrollTop = scroller.scrollHeight }")
     expect(page.locator(f"tr[data-label='{new_id}']")).to_contain_text(f"{volume:.3g}")
     page.get_by_role("tab", name="Export").click()
-    expect(page.get_by_role("tabpanel", name="Export")).to_contain_text("These files do not include your corrections")
+    expect(page.get_by_role("tabpanel", name="Export")).to_contain_text("with 3 corrections")
 
     page.reload()
     expect(page.get_by_role("tab", name="Correct")).to_contain_text("3 corrections")

@@ -74,3 +74,13 @@ def test_screenshot_has_a_scale_bar(fake: LiveServer, open_page: OpenPage) -> No
         sum(1 for _ in run) for row in picture for is_white, run in itertools.groupby(row > 250) if is_white
     )
     assert abs(longest_white_run - bar_width) <= 2
+
+
+def test_classes_have_a_legend_with_their_volumes(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_stack(fake, open_page)
+    press_segment(page)
+    # 2,203 of the 2,304 gray values are above 100. A voxel has 0.02 cubic micrometers.
+    row = page.get_by_role("tabpanel", name="Classes").get_by_role("row").nth(1)
+    expect(row).to_contain_text("44.1 µm³")
+    expect(row).to_contain_text("96%")
+    check_accessibility(page)

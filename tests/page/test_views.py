@@ -108,7 +108,7 @@ def test_time_series_is_segmented_tracked_and_viewed(
     series = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 0, 1, 2)])
     choose_file(page, as_tiff(series, metadata={"axes": "TZYX", "spacing": 0.5, "unit": "um"}))
     page.locator("#times").select_option("some")
-    page.locator("#time-from").fill("1")
+    page.locator("#time-from").fill("2")
     page.locator("#time-from").press("Tab")
     expect(page.get_by_label("Displayed time point")).to_have_attribute("min", "1")
     page.locator("#link").check()
@@ -124,10 +124,10 @@ def test_time_series_is_segmented_tracked_and_viewed(
     row = page.locator("tr[data-row]").first
     track = row.get_attribute("data-label")
     row.click()
-    expect(page.locator(".toolbar")).to_contain_text("3 (1 to 3)")
+    expect(page.locator(".toolbar")).to_contain_text("4 (2 to 4)")
     expect(page.locator(".readout")).to_contain_text(f"object {track}")
     page.get_by_role("button", name="Previous time point").click()
-    expect(page.locator("tr[aria-selected='true']")).to_contain_text("2")
+    expect(page.locator("tr[aria-selected='true']")).to_contain_text("3")
     page.get_by_role("tab", name="Export").click()
     expect(page.get_by_role("button", name="NumPy")).to_have_count(0)
     correct_a_time_point(nuclei, page)
@@ -135,10 +135,10 @@ def test_time_series_is_segmented_tracked_and_viewed(
 
 
 def correct_a_time_point(live: LiveServer, page: Page) -> None:
-    """Delete an object at time point 2, save an annotated stack, go to another time point and return."""
+    """Delete an object at the third time point, save an annotated stack, go to another time point and return."""
     page.get_by_role("tab", name="Correct").click()
     panel = page.get_by_role("tabpanel", name="Correct")
-    expect(panel).to_contain_text("These are the labels of time point 2")
+    expect(panel).to_contain_text("These are the labels of time point 3")
     job = live.client.get("/jobs").json()["jobs"][0]["id"]
     original = fetch_labels(live, job, 1)
     label = int(np.argmax(np.bincount(original.ravel())[1:])) + 1
@@ -151,7 +151,7 @@ def correct_a_time_point(live: LiveServer, page: Page) -> None:
     expect(panel).to_contain_text("1 deleted")
     page.get_by_role("button", name="Save as annotated stack").click()
     page.get_by_role("dialog").get_by_role("button", name="Save").click()
-    expect(panel).to_contain_text("Saved as annotated stack cells, time 2")
+    expect(panel).to_contain_text("Saved as annotated stack cells, time 3")
     annotation = live.client.get("/annotations").json()["annotations"][0]
     corrected = LabelTiff(live.client.get(f"/annotations/{annotation['id']}/labels").content).pixels
     assert annotation["job"] == job
@@ -176,9 +176,9 @@ def compare_a_series(live: LiveServer, page: Page, shape: tuple[int, ...]) -> No
     last_job = live.run(b"", stack=job["parameters"]["stack"], time="3", diameter="none")
     page.goto(f"/#compare={job['id']},{last_job['id']}")
     footer = page.locator("#compare footer")
-    expect(footer).to_contain_text("1 (1 to 3)")
+    expect(footer).to_contain_text("2 (2 to 4)")
     expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
-    expect(page.locator(".side-by-side").last).to_contain_text("This result does not include time point 1.")
+    expect(page.locator(".side-by-side").last).to_contain_text("This result does not include time point 2.")
     footer.get_by_label("Displayed time point").fill("3")
     expect(footer).to_contain_text(" 0 only on the left, 0 only on the right")
     expect(page.locator(".side-by-side").last).to_contain_text("Click an object")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 from fastapi import Request
@@ -19,6 +21,8 @@ from service.serving.segmentation import StackResult
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.threads import run_in_thread
 
+ConversionFunction = Callable[[Path], tuple[Path, ResultMetadata]]
+
 
 async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
     """Return the response with the result for a stack, in the format that the `Accept` header selects."""
@@ -32,26 +36,29 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
     else:
         async with response.resources:
             file = await run_in_thread(response.open)
-            response = await build_converted_response(request, runtime, file, stack.metadata, media_type)
+            convert = partial(convert_result, runtime.reader, file, stack.metadata, media_type)
+            response = await build_converted_response(request, runtime, file, convert)
     if stack.cache_status is not None:
         response.headers["X-Cache"] = stack.cache_status
     return response
 
 
 async def build_converted_response(
-    request: Request, runtime: Runtime, file: BinaryIO, metadata: ResultMetadata, media_type: str
+    request: Request, runtime: Runtime, file: BinaryIO, convert: ConversionFunction
 ) -> ResultResponse:
-    """Return the response with one file from a result archive, or with the labels converted to another format.
+    """Return the response with part of a result, or with the labels converted to another format.
 
-    The content is written to a temporary file, which is deleted after the response has been sent. Closes `file`.
+    `convert` reads `file`, writes the content to a file in the given folder, and returns the path and the metadata. The
+    folder is deleted after the response has been sent. Closes `file`.
     """
     with translate_disk_errors(), ExitStack() as exit_stack:
         exit_stack.callback(file.close)
         space = exit_stack.enter_context(runtime.scratch_space.make_reservation(get_quota_name(request)))
         folder = runtime.scratch.make_request_folder()
         exit_stack.callback(partial(shutil.rmtree, folder, ignore_errors=True))
-        convert = partial(convert_result, runtime.reader, file, metadata, media_type, folder)
-        path, part_metadata = await run_in_thread(convert, runtime.decode_threads.for_client(space.client))
+        path, part_metadata = await run_in_thread(
+            partial(convert, folder), runtime.decode_threads.for_client(space.client)
+        )
         file_status = path.stat()
         space.reserve(file_status.st_size)
         response = build_response(path, part_metadata, stat_result=file_status)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any
@@ -22,7 +22,8 @@ from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import JobManager
-from service.serving.results.media_types import choose_media_type
+from service.serving.results.filters import FilteredResult, ObjectFilter, convert_filtered_result
+from service.serving.results.media_types import choose_media_type, convert_result
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import run_in_thread
 
@@ -34,6 +35,16 @@ POLL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 
 JobId = Annotated[str, Path(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
+ObjectLimits = Annotated[
+    Sequence[str],
+    Query(
+        alias="filter",
+        description="Keep only the objects for which a column of the table lies between two values, `COLUMN:LOW:HIGH`."
+        " Either value can be empty. Repeat the parameter for several columns. The result must have been requested with"
+        " `measurements`.",
+        examples=[["confidence:0.8:", "touching_border:0:0"]],
+    ),
+]
 
 EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -101,18 +112,29 @@ async def follow_job(
 
 @router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES)
 async def download_result(
-    request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, job: JobId
+    request: Request,
+    runtime: RuntimeDependency,
+    async_jobs: AsyncJobsDependency,
+    job: JobId,
+    limits: ObjectLimits = (),
 ) -> ResultResponse:
     """Download the result of a job.
 
     The response is the same as from `/segment`: the labels with their headers or, if the job has failed, a problem
     document. Use `Accept: application/x-npy`, `application/x-nifti` or `application/x-ozx` to get the labels in another
-    file format, and `Accept: image/tiff` or `text/csv` to get a single file from an archive.
+    file format, and `Accept: image/tiff` or `text/csv` to get a single file from an archive. With `filter`, the labels
+    and the table contain only the objects within all limits.
     """
+    object_filter = ObjectFilter.parse(limits)
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
     media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+    if object_filter is not None:
+        result = FilteredResult(file, metadata, media_type, object_filter)
+        convert = partial(convert_filtered_result, runtime.reader, result)
+        return await build_converted_response(request, runtime, file, convert)
     if media_type != metadata.media_type:
-        return await build_converted_response(request, runtime, file, metadata, media_type)
+        convert = partial(convert_result, runtime.reader, file, metadata, media_type)
+        return await build_converted_response(request, runtime, file, convert)
     # The file is already open, so it is sent completely even if the result is deleted in the meantime.
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)

@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
+from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
 from isal import isal_zlib
-from tifffile import TiffWriter, imwrite
+from tifffile import TiffFile, TiffWriter, imwrite
 
 from service.core.buffers import release_pages
 from service.core.files.atomic_files import write_atomically
@@ -89,6 +90,15 @@ def encode(segmentation: Segmentation, provenance: Mapping[str, str] = NO_PROVEN
     file = io.BytesIO()
     _write_segmentation(file, segmentation, provenance)
     return file.getvalue()
+
+
+def read_provenance(path: Path) -> dict[str, str]:
+    """Return the provenance in a file that `write` has written."""
+    with TiffFile(path) as file:
+        description = fromstring(file.pages.first.description)
+    return {
+        str(entry.get("K")): entry.text or "" for entry in description.iterfind(".//{*}MapAnnotation/{*}Value/{*}M")
+    }
 
 
 def write_image(volume: Volume, path: Path) -> None:

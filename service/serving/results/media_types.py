@@ -98,17 +98,26 @@ def convert_result(
     `media_type` must come from `choose_media_type` and differ from the stored media type. Raises the errors of
     `Reader.read`.
     """
-    stem = metadata.file_name.removesuffix("_labels.zip").removesuffix(".ome.tif")
     path = folder / "part"
     if media_type in {TIFF_TYPE, TABLE_TYPE}:
-        name = MEASUREMENTS_FILE if media_type == TABLE_TYPE else LABELS_FILE
-        _copy_member(file, name, path)
-        return path, replace(metadata, media_type=media_type, file_name=f"{stem}_{name}")
-    label_format = LABEL_FORMATS[media_type]
-    read_file = partial(reader.read, selection=Selection(), scratch=folder)
-    label_format.write(read_labels(read_file, file, metadata, folder), path)
-    stem = stem if metadata.media_type == TIFF_TYPE else f"{stem}_labels"
-    return path, replace(metadata, media_type=media_type, file_name=stem + label_format.suffix)
+        copy_member(file, MEASUREMENTS_FILE if media_type == TABLE_TYPE else LABELS_FILE, path)
+    else:
+        read_file = partial(reader.read, selection=Selection(), scratch=folder)
+        LABEL_FORMATS[media_type].write(read_labels(read_file, file, metadata, folder), path)
+    return path, name_part(metadata, media_type)
+
+
+def name_part(metadata: ResultMetadata, media_type: str) -> ResultMetadata:
+    """Return the metadata of a part of a result, or of the result in another format, with its media type and name."""
+    if media_type == metadata.media_type:
+        return metadata
+    stem = metadata.file_name.removesuffix("_labels.zip").removesuffix(".ome.tif")
+    if media_type in {TIFF_TYPE, TABLE_TYPE}:
+        file_name = f"{stem}_{MEASUREMENTS_FILE if media_type == TABLE_TYPE else LABELS_FILE}"
+    else:
+        stem = stem if metadata.media_type == TIFF_TYPE else f"{stem}_labels"
+        file_name = stem + LABEL_FORMATS[media_type].suffix
+    return replace(metadata, media_type=media_type, file_name=file_name)
 
 
 def read_labels(read_file: Callable[[Path], Volume], file: BinaryIO, metadata: ResultMetadata, folder: Path) -> Volume:
@@ -124,10 +133,11 @@ def read_labels(read_file: Callable[[Path], Volume], file: BinaryIO, metadata: R
             " saved to a file on the host."
         )
     labels_path = folder / LABELS_FILE
-    _copy_member(file, LABELS_FILE, labels_path)
+    copy_member(file, LABELS_FILE, labels_path)
     return read_file(labels_path)
 
 
-def _copy_member(file: BinaryIO, name: str, path: Path) -> None:
+def copy_member(file: BinaryIO, name: str, path: Path) -> None:
+    """Copy a file from the archive of a result."""
     with ZipFile(file) as archive, archive.open(name) as member, path.open("wb") as output:
         shutil.copyfileobj(member, output, 2**20)

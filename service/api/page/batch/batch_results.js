@@ -4,6 +4,7 @@ import { downloadBlob, element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { Problem, request } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { createFilterQuery, loadLimits, loadShownCounts } from "../result/stored_limits.js";
 import { countAllCorrections } from "../volumes/correction_store.js";
 import { getPhase, getStem } from "./entries.js";
 import { ZipWriter } from "./zip_writer.js";
@@ -58,7 +59,11 @@ export async function saveArchive(batch, showProgress) {
 async function describeSaved(batch, name, missing) {
   const correctedJobs = new Set([...(await countAllCorrections()).keys()].map((key) => key.split("@")[0]));
   const corrected = listDone(batch).filter(({ job }) => correctedJobs.has(job));
+  const shownCounts = loadShownCounts();
+  const filtered = listDone(batch).filter(({ job }) => shownCounts.has(job));
   const sentences = [`Saved ${name}.`];
+  if (filtered.length > 0)
+    sentences.push(`The filters that you set for ${filtered.map(({ path }) => path).join(", ")} were applied.`);
   if (missing.length > 0) sentences.push(`The service no longer stores the results of ${missing.join(", ")}.`);
   if (corrected.length > 0) {
     const paths = corrected.map(({ path }) => path).join(", ");
@@ -82,10 +87,14 @@ function makeLabelPaths(entries) {
   });
 }
 
-/** Fetch a result. If the service no longer stores it, mark the entry. @param {Entry} entry @param {string} mediaType @returns {Promise<Blob | null>} null if the service no longer stores the result */
+/** Fetch the displayed objects of a result. If the service no longer stores it, mark the entry. @param {Entry} entry @param {string} mediaType @returns {Promise<Blob | null>} null if the service no longer stores the result */
 async function fetchResult(entry, mediaType) {
   try {
-    return await (await request(`jobs/${entry.job}/result`, { headers: { Accept: mediaType } })).blob();
+    // The limits refer to the table of objects.
+    const hasTable = entry.report?.parameters.measurements === "zip";
+    const query = hasTable ? createFilterQuery(loadLimits(entry.job)) : "";
+    const url = `jobs/${entry.job}/result${query && "?"}${query}`;
+    return await (await request(url, { headers: { Accept: mediaType } })).blob();
   } catch (error) {
     if (!(error instanceof Problem) || ![404, 410].includes(error.status)) throw error;
     entry.isGone = true;
@@ -175,7 +184,7 @@ function createReportRow(entry) {
     {},
     element("td", {}, thumbnail !== "" && element("img", { src: thumbnail, alt: "" })),
     element("td", {}, path, ownSettings.length > 0 && element("small", {}, ownSettings.join(", "))),
-    element("td", {}, isDone ? formatNumber(report?.objects ?? Number.NaN) : ""),
+    element("td", {}, isDone ? formatObjectCount(entry) : ""),
     element("td", {}, isDone ? formatConfidence(report?.confidence ?? null) : ""),
     element(
       "td",
@@ -184,6 +193,13 @@ function createReportRow(entry) {
       ...[...notes].map((note) => element("small", {}, note)),
     ),
   );
+}
+
+/** @param {Entry} entry @returns {string} number of displayed objects, which the files contain */
+function formatObjectCount({ job, report }) {
+  const objects = report?.objects ?? Number.NaN;
+  const shown = loadShownCounts().get(job);
+  return shown === undefined ? formatNumber(objects) : `${formatNumber(shown)} of ${formatNumber(objects)}`;
 }
 
 /** @param {number | null} confidence from 0 to 1 @returns {string} */

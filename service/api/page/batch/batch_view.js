@@ -6,6 +6,7 @@ import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
 import { formatLengths } from "../core/terminology.js";
 import { openGallery } from "../gallery/gallery.js";
+import { loadShownCounts } from "../result/stored_limits.js";
 import { SettingsView } from "../stack/settings_view.js";
 import { saveArchive, saveReport, saveTable } from "./batch_results.js";
 import { selectChosenFiles } from "./collect_files.js";
@@ -182,10 +183,11 @@ export class BatchView {
     const count = (/** @type {string[]} */ names) => phases.filter((phase) => names.includes(phase)).length;
     const doneCount = count(["done"]);
     const failedCount = count(FAILED_PHASES);
-    const objects = stacks.reduce(
-      (sum, entry, index) => sum + (phases[index] === "done" ? (entry.report?.objects ?? 0) : 0),
-      0,
-    );
+    const shownCounts = loadShownCounts();
+    const objects = stacks.reduce((sum, { job, report }, index) => {
+      const isDone = phases[index] === "done";
+      return sum + (isDone ? (shownCounts.get(job) ?? report?.objects ?? 0) : 0);
+    }, 0);
     const questionCount = count(["question"]);
     const missingCount = count(["missing"]);
     const text = [

@@ -2,10 +2,11 @@
 
 import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
-import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
+import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } from "../core/format.js";
 import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { loadShownCounts } from "../result/stored_limits.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
 import { getPhase } from "./entries.js";
@@ -169,11 +170,14 @@ export class EntryRow {
 
   /** @returns {Child[]} */
   #createResult() {
-    const { report } = this.entry;
+    const { job, report } = this.entry;
     if (report === null) return [];
     const confidence = formatConfidence(report.confidence ?? null);
     const warnings = report.warnings.map(toPageTerms);
-    const title = typeof report.objects === "number" ? formatCount(report.objects, "object") : "Done";
+    const title =
+      typeof report.objects === "number"
+        ? formatPart(loadShownCounts().get(job) ?? report.objects, report.objects, "object")
+        : "Done";
     return [
       element("strong", {}, title),
       element(

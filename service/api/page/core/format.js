@@ -14,6 +14,11 @@ export function formatCount(count, singular, plural = `${singular}s`) {
   return `${formatNumber(count)} ${count === 1 ? singular : plural}`;
 }
 
+/** Format a part of a count with its noun, such as "35 of 77 objects", or the whole count. @param {number} part @param {number} count @param {string} singular */
+export function formatPart(part, count, singular) {
+  return part === count ? formatCount(count, singular) : `${formatNumber(part)} of ${formatCount(count, singular)}`;
+}
+
 /** @param {number} bytes */
 export function formatBytes(bytes) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];

@@ -13,6 +13,8 @@ export class Problem extends Error {
    */
   constructor(slug, detail, status, suggestedValues = {}) {
     super(toPageTerms(detail));
+    /** The message in the terms of the HTTP API. */
+    this.detail = detail;
     this.slug = slug;
     this.status = status;
     this.suggestedValues = suggestedValues;

@@ -1,5 +1,7 @@
 /** Functions that rewrite messages from the service in the terms of the web UI: titles of settings, and lengths in x, y, z order. */
 
+import { formatTimeParameter, formatTimePoint } from "../volumes/time_points.js";
+
 /** Titles of the settings in the web UI by parameter name. @type {Record<string, string>} */
 export const SETTING_TITLES = {
   model: "Model",
@@ -15,6 +17,8 @@ export const SETTING_TITLES = {
   min_confidence: "Minimum confidence",
   border: "Objects at the border",
   fill_holes: "Holes in objects",
+  quality: "Quality",
+  link: "Tracking",
   overlap: "Window overlap",
   skip_below: "Skip windows darker than",
 };
@@ -27,12 +31,25 @@ const DISPLAYED_VALUES = {
 };
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
-const ZYX_SHAPE_PATTERN = /\b(\d+) x (\d+) x (\d+)\b/g;
+const ZYX_SHAPE_PATTERN = /(?<! x )\b(\d+) x (\d+) x (\d+)\b(?! x )/g;
+/** Numbers of time points in messages, such as in "Time points 2, 3". */
+const TIME_POINTS_PATTERN = /(?<=\b[Tt]ime points? )\d+(?:, \d+)*/g;
+const FIJI_ADVICE =
+  "Open it in Fiji with %, set the voxel size under Image > Properties, and save it with File > Save As > Tiff.";
+/** Menu items that replace a conversion in Python, by Python module. @type {Record<string, string>} */
+const MENU_ADVICE = {
+  nibabel: FIJI_ADVICE.replace("%", "File > Open"),
+  nrrd: FIJI_ADVICE.replace("%", "File > Open"),
+  mrcfile: FIJI_ADVICE.replace("%", "File > Import > Bio-Formats"),
+  h5py: FIJI_ADVICE.replace("%", "File > Import > HDF5"),
+  numpy: "Open it in napari with File > Open, and save the layer as a TIFF with File > Save Selected Layers.",
+};
 const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
 
 /** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value of the parameter, "" to return only the title */
 export function describeSetting(name, value) {
   const displayedValue = DISPLAYED_VALUES[`${name}=${value}`] ?? value;
+  if (name === "time" && displayedValue) return `${SETTING_TITLES.time}: ${formatTimeParameter(displayedValue)}`;
   const valueWithUnit = name === "voxel_size" && displayedValue ? `${displayedValue}um` : displayedValue;
   return valueWithUnit
     ? `${SETTING_TITLES[name] ?? name}: ${formatLengths(valueWithUnit)}`
@@ -41,11 +58,27 @@ export function describeSetting(name, value) {
 
 /** Rewrite a message from the service: replace parameters with the titles of settings, and convert lengths to x, y, z order. @param {string} text */
 export function toPageTerms(text) {
-  const textWithTitles = text.replace(PARAMETER_PATTERN, (_, name, value) => `“${describeSetting(name, value)}”`);
+  const textWithTitles = replaceCommands(text).replace(
+    PARAMETER_PATTERN,
+    (_, name, value) => `“${describeSetting(name, value)}”`,
+  );
   return formatLengths(textWithTitles)
     .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
     .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
+    .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
     .replace(" (docs/training.md)", "");
+}
+
+/** Replace shell commands and Python code in advice about a file with menu items. @param {string} text */
+function replaceCommands(text) {
+  return text
+    .replace(/ Or convert it with Bio-Formats: .*$/s, "")
+    .replace(
+      / Or install the libraries for this format where StackSeg runs: pip install '[^']*'\./,
+      " Or ask the operator of this service to install the libraries for this format.",
+    )
+    .replace(/Convert it in Python: import (\w+).*$/s, (advice, module) => MENU_ADVICE[module] ?? advice)
+    .replace(/Unpack it first: .*$/s, "Unpack it first: right-click it in the file manager, and choose Extract.");
 }
 
 /** Convert lengths to x, y, z order and to the units of the web UI. @param {string} text */

@@ -4,6 +4,7 @@ import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "
 import { openTrainingDialog } from "../training/training_dialog.js";
 import { encodeRegion } from "../volumes/annotated_region.js";
 import * as correctionStore from "../volumes/correction_store.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
 /** @typedef {import("./correct_view.js").CorrectionMode} CorrectionMode */
@@ -46,7 +47,7 @@ export class AnnotatedStacks {
    */
   async save({ editor, region }, timePoint) {
     const { source, stem } = this;
-    const name = source.isSeries ? `${stem}, time ${timePoint}` : stem;
+    const name = source.isSeries ? `${stem}, time ${formatTimePoint(timePoint)}` : stem;
     const query = { ...source.getQuery(timePoint), changes: editor.edits.length };
     const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name });
     if (report === null) return false;

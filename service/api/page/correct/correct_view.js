@@ -8,6 +8,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
@@ -231,7 +232,7 @@ export class CorrectView {
   /** Explain which labels are edited. */
   #introduce() {
     const { isEmpty, isSeries } = this.source;
-    const timeText = isSeries ? `These are the labels of time point ${this.time}. ` : "";
+    const timeText = isSeries ? `These are the labels of time point ${formatTimePoint(this.time)}. ` : "";
     if (isEmpty)
       return `${timeText}Label every object in a few planes, mark these planes with P, then save the annotation and train a model with it. All changes are saved in this browser.`;
     return isSeries
@@ -398,16 +399,27 @@ export class CorrectView {
     return this.viewer.scene.state.isCalibrated ? { z, y, x } : null;
   }
 
+  /** Editor of the labels if the views show the corrected labels, otherwise null. */
+  get editor() {
+    return this.mode?.editor ?? null;
+  }
+
+  /** Encode corrected labels. @param {"npy" | "ome.tif"} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob} */
+  encodeLabels(kind, hiddenFlags) {
+    if (this.editor === null) throw new Error(NO_LABELS_MESSAGE);
+    const { labels } = this.editor;
+    const shownLabels = hiddenFlags ? { ...labels, data: labels.data.map((id) => (hiddenFlags[id] ? 0 : id)) } : labels;
+    return kind === "npy" ? encodeNpy(shownLabels) : encodeTiff(shownLabels, this.#getVoxelSize());
+  }
+
   /** Save the corrected labels or their table as a file. @param {import("./correct_panel.js").FileKind} kind */
   #saveFile(kind) {
     const { mode } = this;
     if (mode === null) return;
-    const { labels } = mode.editor;
-    const encoders = {
-      csv: () => new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" }),
-      npy: () => encodeNpy(labels),
-      "ome.tif": () => encodeTiff(labels, this.#getVoxelSize()),
-    };
-    downloadBlob(encoders[kind](), `${this.stem}_${this.source.isEmpty ? "labels" : "corrected"}.${kind}`);
+    const blob =
+      kind === "csv"
+        ? new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" })
+        : this.encodeLabels(kind, null);
+    downloadBlob(blob, `${this.stem}_${this.source.isEmpty ? "labels" : "corrected"}.${kind}`);
   }
 }

@@ -11,7 +11,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchPlane, fetchVolume, findScene, makePlaneParameters } from "../volumes/planes.js";
-import { getFirstTime } from "../volumes/time_points.js";
+import { formatTimePoint, getFirstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
@@ -216,7 +216,7 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
     const labelsSource = getLabelsSource(side, time, fullShape);
     side.hint.textContent = CLICK_HINT;
     if (side.isOtherScene) side.hint.textContent = "This result belongs to another scene of the file.";
-    else if (!labelsSource) side.hint.textContent = `This result does not include time point ${time}.`;
+    else if (!labelsSource) side.hint.textContent = `This result does not include time point ${formatTimePoint(time)}.`;
     if (!labelsSource) continue;
     const labels = await fetchVolume(labelsSource, signal, () => undefined);
     const edits = await correctionStore.loadCorrections(

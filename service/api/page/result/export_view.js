@@ -1,31 +1,38 @@
 /** Export of a result as files, a screenshot of the views, and scripts that repeat the request. */
 
-import { button, downloadBlob, element } from "../core/elements.js";
+import { button, downloadBlob, element, redraw } from "../core/elements.js";
 import { formatDate } from "../core/format.js";
 import { buildQuery, request } from "../core/requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
 /**
- * Create the content of the Export tab.
- * @param {Job} job @param {string} name file name of the stack @param {boolean} hasTable whether the result has a table of objects
- * @param {boolean} isTemporary whether the service deletes results when it stops
- * @param {() => Promise<Blob>} takeScreenshot returns a PNG
+ * The displayed objects of a result, which the files contain.
+ * @typedef {object} ExportContent
+ * @property {string} description of the displayed objects
+ * @property {string} filterQuery query string that selects the displayed objects
+ * @property {{labels: (kind: "npy" | "ome.tif") => Blob, table: () => Blob} | null} corrected functions that encode the displayed objects if they are corrected, otherwise null
  */
-export function createExportView(job, name, hasTable, isTemporary, takeScreenshot) {
+
+/**
+ * Create the content of the Export tab.
+ * @param {Job} job @param {string} name file name of the stack @param {boolean} isTemporary whether the service deletes results when it stops
+ * @param {() => Promise<Blob>} takeScreenshot returns a PNG
+ * @returns {{root: HTMLElement, show: (content: ExportContent) => void}} show: called when other objects are displayed
+ */
+export function createExportView(job, name, isTemporary, takeScreenshot) {
   const stem = (name || "stack").replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
+  const contentText = element("p", { id: "export-content" });
   const statusText = element("p", { class: "muted small", role: "status" });
-  /** @param {string} text @param {string} mediaType @param {string} suffix */
-  const createExportButton = (text, mediaType, suffix) =>
+  const fileButtons = element("div", { class: "row wrap" });
+  /** @param {string} text @param {string} suffix @param {() => Blob | Promise<Blob>} createFile */
+  const createButton = (text, suffix, createFile) =>
     button(
       text,
       async () => {
-        statusText.textContent = "Downloading the file";
+        statusText.textContent = "Preparing the file";
         try {
-          downloadBlob(
-            await (await request(`jobs/${job.id}/result`, { headers: { Accept: mediaType } })).blob(),
-            stem + suffix,
-          );
+          downloadBlob(await createFile(), stem + suffix);
           statusText.textContent = `Saved ${stem}${suffix}`;
         } catch (error) {
           statusText.textContent = /** @type {Error} */ (error).message;
@@ -33,18 +40,44 @@ export function createExportView(job, name, hasTable, isTemporary, takeScreensho
       },
       "secondary",
     );
-  return element(
+  /** @param {string} mediaType @param {string} filterQuery */
+  const download = async (mediaType, filterQuery) => {
+    const url = `jobs/${job.id}/result${filterQuery && "?"}${filterQuery}`;
+    return (await request(url, { headers: { Accept: mediaType } })).blob();
+  };
+  /** @param {ExportContent} content */
+  const show = ({ description, filterQuery, corrected }) => {
+    contentText.textContent = description;
+    const hasTable = job.objects !== null && job.parameters.measurements === "zip";
+    const buttons = corrected
+      ? [
+          createButton("Labels (OME-TIFF)", "_corrected.ome.tif", () => corrected.labels("ome.tif")),
+          createButton("Table (CSV)", "_corrected.csv", corrected.table),
+          createButton("Labels (NumPy)", "_corrected.npy", () => corrected.labels("npy")),
+        ]
+      : [
+          createButton("Labels (OME-TIFF)", "_labels.ome.tif", () => download("image/tiff", filterQuery)),
+          hasTable && createButton("Table (CSV)", "_objects.csv", () => download("text/csv", filterQuery)),
+          ...(job.time_points
+            ? []
+            : [
+                createButton("Labels (NIfTI)", "_labels.nii.gz", () => download("application/x-nifti", filterQuery)),
+                createButton("Labels (NumPy)", "_labels.npy", () => download("application/x-npy", filterQuery)),
+              ]),
+        ];
+    redraw(fileButtons, () => [...buttons, createButton("Screenshot (PNG)", "_view.png", takeScreenshot)]);
+    redraw(scripts, () =>
+      Object.entries(createScripts(job, name || "stack.tif", corrected ? "" : filterQuery)).map(([language, text]) =>
+        createSnippet(language, text),
+      ),
+    );
+  };
+  const scripts = element("div", { class: "scripts" });
+  const root = element(
     "div",
     { class: "export" },
-    element(
-      "div",
-      { class: "row wrap" },
-      createExportButton("Labels (OME-TIFF)", "image/tiff", "_labels.ome.tif"),
-      hasTable && createExportButton("Table (CSV)", "text/csv", "_objects.csv"),
-      !job.time_points && createExportButton("Labels (NIfTI)", "application/x-nifti", "_labels.nii.gz"),
-      !job.time_points && createExportButton("Labels (NumPy)", "application/x-npy", "_labels.npy"),
-      button("Screenshot (PNG)", async () => downloadBlob(await takeScreenshot(), `${stem}_view.png`), "secondary"),
-    ),
+    contentText,
+    fileButtons,
     statusText,
     job.expires &&
       element(
@@ -55,8 +88,9 @@ export function createExportView(job, name, hasTable, isTemporary, takeScreensho
           : `The service stores this result until ${formatDate(job.expires)}, or until its space is needed.`,
       ),
     element("h3", {}, "Repeat with a script"),
-    ...Object.entries(createScripts(job, name || "stack.tif")).map(([language, text]) => createSnippet(language, text)),
+    scripts,
   );
+  return { root, show };
 }
 
 /** Create an expandable section with a script and a copy button. @param {string} language @param {string} text */
@@ -78,8 +112,8 @@ function createSnippet(language, text) {
   );
 }
 
-/** Create scripts that repeat the request of a job. @param {Job} job @param {string} stackFile file name of the stack @returns {Record<string, string>} script by language */
-export function createScripts(job, stackFile) {
+/** Create scripts that repeat the request of a job. @param {Job} job @param {string} stackFile file name of the stack @param {string} filterQuery query string that selects the displayed objects of the result @returns {Record<string, string>} script by language */
+export function createScripts(job, stackFile, filterQuery) {
   const { stack: _stack, measurements, ...parameters } = job.parameters;
   const stem = stackFile.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
   const query = buildQuery({ ...parameters, measurements });
@@ -89,7 +123,11 @@ export function createScripts(job, stackFile) {
     ([name, value]) => `--${name.replaceAll("_", "-")} ${quoteForShell(String(value))}`,
   );
   if (measurements) options.push(`--measurements ${quoteForShell(`${stem}_objects.csv`)}`);
+  const resultUrl = `${url.slice(0, url.indexOf("segment"))}jobs/${job.id}/result?${filterQuery}`;
   return {
+    ...(filterQuery && {
+      "Displayed objects of this result": `curl -sS --fail-with-body -H 'Accept: image/tiff' \\\n  ${quoteForShell(resultUrl)} -o ${quoteForShell(`${stem}_labels.ome.tif`)}`,
+    }),
     curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(stackFile)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(url)} -o ${quoteForShell(labelsFile)}`,
     Python: [
       "import urllib.request",

@@ -6,6 +6,7 @@ import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff } from "../volumes/label_files.js";
 import { countVoxels } from "../volumes/planes.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 
 const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
 
@@ -52,7 +53,8 @@ export async function offerCorrections({ id, isEmpty }, name, ondiscard) {
 
 /** @param {string} key of a result, or of one time point of a time series @param {number} correctionCount @param {string} stem @param {HTMLElement} problemText */
 function createExportRow(key, correctionCount, stem, problemText) {
-  const time = key.split("@")[1];
+  const timeIndex = key.split("@")[1];
+  const time = timeIndex === undefined ? undefined : formatTimePoint(Number(timeIndex));
   const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_${key.startsWith("annotation:") ? "labels" : "corrected"}`;
   /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
   const createExportButton = (text, suffix, encode) =>

@@ -1,12 +1,20 @@
 /** View of the objects of a result, with a summary, histograms, and a table that renders only the visible rows. */
 
-import { button, element, redraw } from "../core/elements.js";
-import { computeMedian, formatCount, formatNumber } from "../core/format.js";
-import { filterRows, getColumn, hasCalibratedConfidence } from "../volumes/object_table.js";
+import { element, redraw } from "../core/elements.js";
+import { computeMedian, formatCount, formatNumber, formatPart } from "../core/format.js";
+import { filterRows, getColumn, getConfidenceColumn, getIntensityColumn } from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
-import { Histogram } from "./histogram.js";
+import { formatTimePoint } from "../volumes/time_points.js";
+import { FilterPanel } from "./filter_panel.js";
 
 /** @typedef {import("../volumes/object_table.js").Table} Table */
+/**
+ * @typedef {object} ViewOptions
+ * @property {import("./stored_limits.js").Limits} [limits] limits of the displayed objects, changed by the view
+ * @property {number} [channel] index of the segmented channel, -1 if unknown
+ * @property {string[]} [channelNames] names of the channels, "" for channels without a name
+ * @property {(() => unknown) | null} [segmentWithoutFilters] see `FilterPanel`
+ */
 
 const ROW_PIXELS = 28;
 /** Number of rows to render above and below the visible rows. */
@@ -31,28 +39,28 @@ const COLUMN_EXPLANATIONS = {
 
 /** View that dispatches `select` with the label of the object that the user selected, and `filter` when the filters have changed. */
 export class ObjectsView extends EventTarget {
-  /** @param {Table} table */
-  constructor(table) {
+  /** @param {Table} table @param {ViewOptions} [options] */
+  constructor(table, { limits = new Map(), channel = -1, channelNames = [], segmentWithoutFilters = null } = {}) {
     super();
     this.table = table;
+    this.limits = limits;
+    this.channelNames = channelNames;
     this.labels = getColumn(table, "label");
     /** Time point of each row, 0 if the job did not segment a time series. */
     this.times = getColumn(table, "time");
     /** The displayed time point. */
     this.time = this.times[0] ?? 0;
     this.rowByKey = new Map([...this.labels].map((label, row) => [makeRowKey(label, this.times[row]), row]));
-    this.columnNames = listDisplayedColumns(table);
+    const intensityColumn = getIntensityColumn(table, channel);
+    this.columnNames = listDisplayedColumns(table, intensityColumn);
     this.sortColumn = "label";
     this.isDescending = false;
     this.selectedLabel = 0;
-    /** Smallest and largest value of the displayed objects, by column name. @type {Map<string, [number, number]>} */
-    this.limits = new Map();
-    this.rows = filterRows(table, this.sortColumn, this.isDescending, this.limits);
+    this.rows = filterRows(table, this.sortColumn, this.isDescending, limits);
     /** The sorted rows, and the range of rows that is rendered. */
     this.renderedRange = { rows: this.rows.subarray(0, 0), first: 0, stop: 0 };
-    this.countText = element("span", { class: "muted", "aria-live": "polite" });
-    this.showAllButton = button("Show all", () => this.#showAll(), "link");
-    this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.#updateBorderFilter() });
+    this.filterPanel = new FilterPanel(table, limits, intensityColumn, segmentWithoutFilters);
+    this.filterPanel.addEventListener("change", () => this.#updateRows());
     this.headerRow = element("tr");
     this.body = element("tbody");
     this.scroller = element(
@@ -71,60 +79,33 @@ export class ObjectsView extends EventTarget {
       const row = /** @type {HTMLElement} */ (event.target).closest("tr");
       if (row?.dataset.row) this.#selectRow(Number(row.dataset.row));
     });
-    this.histograms = this.#createHistograms();
-    this.root = element(
-      "div",
-      { class: "objects-view" },
-      element("div", { class: "histograms" }, ...this.histograms.map(({ histogram }) => histogram.root)),
-      element(
-        "div",
-        { class: "row between filters" },
-        this.countText,
-        this.showAllButton,
-        element("label", { class: "inline-label" }, this.borderCheckbox, "Whole objects only"),
-      ),
-      this.scroller,
-    );
+    this.root = element("div", { class: "objects-view" }, this.filterPanel.root, this.scroller);
     new ResizeObserver(() => this.#drawRows()).observe(this.scroller);
     this.#drawHeaderRow();
     this.#updateRows();
   }
 
-  #createHistograms() {
-    const unit = this.table.unit === "um" ? "µm³" : "voxels";
-    const columns = [
-      ["area", `Volume, ${unit}`],
-      ...[...this.table.columns.keys()]
-        .filter((name) => name.startsWith("intensity_mean"))
-        .slice(0, 1)
-        .map((name) => [name, "Mean intensity"]),
-    ];
-    return columns.map(([name, title]) => {
-      const histogram = new Histogram(title, getColumn(this.table, name));
-      histogram.addEventListener("change", () => {
-        if (histogram.range) this.limits.set(name, histogram.range);
-        else this.limits.delete(name);
-        this.#updateRows();
-      });
-      return { name, histogram };
-    });
-  }
-
-  /** Describe the number and the median diameter of the objects. */
+  /** Describe the number and the median diameter of the displayed objects. */
   summarize() {
-    const { table } = this;
+    const { table, rows } = this;
     if (table.length === 0) return "No objects.";
     const unit = table.unit === "um" ? "µm" : "voxels";
+    const getShownValues = (/** @type {string} */ name) => {
+      const values = getColumn(table, name);
+      return Float64Array.from(rows, (row) => values[row]);
+    };
     const timePointCount = new Set(this.times).size;
     const trackText = table.columns.has("track_id")
-      ? ` in ${formatCount(new Set(getColumn(table, "track_id")).size, "track")}`
+      ? ` in ${formatCount(new Set(getShownValues("track_id")).size, "track")}`
       : "";
     const timeText = timePointCount > 1 ? `${trackText} at ${formatCount(timePointCount, "time point")}` : "";
-    const touchingCount = getColumn(table, "touching_border").reduce((sum, value) => sum + value, 0);
+    const countText = formatPart(rows.length, table.length, "object") + timeText;
+    if (rows.length === 0) return `${countText}.`;
+    const touchingCount = getShownValues("touching_border").reduce((sum, value) => sum + value, 0);
     const borderText = touchingCount
       ? ` ${formatNumber(touchingCount)} ${touchingCount === 1 ? "touches" : "touch"} the border.`
       : "";
-    return `${formatCount(table.length, "object")}${timeText}, median diameter ${formatNumber(computeMedian(getColumn(table, "equivalent_diameter_area")))}\u00a0${unit}.${borderText}`;
+    return `${countText}, median diameter ${formatNumber(computeMedian(getShownValues("equivalent_diameter_area")))}\u00a0${unit}.${borderText}`;
   }
 
   /** An array with a 1 at the id of each object that the filters hide at the displayed time point; null if no object is hidden. */
@@ -186,26 +167,15 @@ export class ObjectsView extends EventTarget {
     this.#selectRow(this.rows[nextIndex]);
   }
 
-  #updateBorderFilter() {
-    if (this.borderCheckbox.checked) this.limits.set("touching_border", [0, 0]);
-    else this.limits.delete("touching_border");
-    this.#updateRows();
-  }
-
-  #showAll() {
-    this.borderCheckbox.checked = false;
-    this.limits.clear();
-    for (const { histogram } of this.histograms) histogram.select(null);
+  /** Apply the limits after they were changed by another view. */
+  showLimits() {
+    this.filterPanel.show();
     this.#updateRows();
   }
 
   #updateRows() {
     this.rows = filterRows(this.table, this.sortColumn, this.isDescending, this.limits);
-    const isUnfiltered = this.rows.length === this.table.length;
-    this.countText.textContent = isUnfiltered
-      ? formatCount(this.table.length, "object")
-      : `${formatNumber(this.rows.length)} of ${formatCount(this.table.length, "object")}`;
-    this.showAllButton.hidden = isUnfiltered;
+    this.filterPanel.showCount(this.rows.length);
     this.#drawRows();
     this.dispatchEvent(new Event("filter"));
   }
@@ -227,7 +197,7 @@ export class ObjectsView extends EventTarget {
               title: COLUMN_EXPLANATIONS[name],
               onclick: () => this.#sortByColumn(name),
             },
-            `${getColumnTitle(name, this.table)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
+            `${getColumnTitle(name, this.table, this.channelNames)}${name === this.sortColumn ? (this.isDescending ? " ↓" : " ↑") : ""}`,
           ),
         ),
       ),
@@ -270,15 +240,11 @@ export class ObjectsView extends EventTarget {
   #createRow(row, index) {
     const label = this.labels[row];
     const cells = this.columnNames.map((name) => {
-      const value = getColumn(this.table, name)[row];
-      if (name === "label" || name === "track_id") {
-        const dot = element("span", { class: "dot" });
-        dot.style.background = getCssColor(label);
-        return element("td", {}, dot, String(label));
-      }
-      if (name === "confidence" || name === "mean_probability") return element("td", {}, `${Math.round(value * 100)}%`);
-      if (name === "touching_border") return element("td", {}, value ? "yes" : "");
-      return element("td", {}, name === "parent" && value === 0 ? "" : formatNumber(value));
+      const text = formatCell(name, getColumn(this.table, name)[row]);
+      if (name !== "label" && name !== "track_id") return element("td", {}, text);
+      const dot = element("span", { class: "dot" });
+      dot.style.background = getCssColor(label);
+      return element("td", {}, dot, text);
     });
     const attributes = { "data-label": String(label), "data-row": String(row), "aria-rowindex": String(index + 2) };
     return element("tr", attributes, ...cells);
@@ -297,23 +263,37 @@ function createSpacer(rowCount) {
   return row;
 }
 
-/** @param {Table} table @returns {string[]} names of the displayed columns */
-function listDisplayedColumns(table) {
-  const intensityColumns = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
-  // The label of a tracked object equals the id of its track.
-  const idColumns = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
-  const sizeColumns = ["equivalent_diameter_area", "area"];
-  const confidenceColumn = hasCalibratedConfidence(table) ? "confidence" : "mean_probability";
-  return [...idColumns, ...sizeColumns, ...intensityColumns, confidenceColumn, "touching_border"].filter((name) =>
-    table.columns.has(name),
-  );
+/** @param {string} name of the column @param {number} value NaN if unknown, as is the confidence of objects that the user has changed */
+function formatCell(name, value) {
+  if (name === "label" || name === "track_id") return String(value);
+  if (name === "confidence" || name === "mean_probability")
+    return Number.isNaN(value) ? "–" : `${Math.round(value * 100)}%`;
+  if (name === "touching_border") return value ? "yes" : "";
+  if (name === "time") return formatTimePoint(value);
+  return name === "parent" && value === 0 ? "" : formatNumber(value);
 }
 
-/** @param {string} name @param {Table} table */
-function getColumnTitle(name, table) {
+/** @param {Table} table @param {string | null} intensityColumn column of the segmented channel, which precedes those of the other channels @returns {string[]} names of the displayed columns */
+function listDisplayedColumns(table, intensityColumn) {
+  const otherIntensityColumns = [...table.columns.keys()].filter(
+    (name) => name.startsWith("intensity_mean") && name !== intensityColumn,
+  );
+  // The label of a tracked object equals the id of its track.
+  const idColumns = table.columns.has("track_id") ? ["track_id", "time", "parent"] : ["label", "time"];
+  const names = [
+    ...[...idColumns, "equivalent_diameter_area", "area", intensityColumn, getConfidenceColumn(table)],
+    ...["touching_border", ...otherIntensityColumns],
+  ];
+  return names.filter((name) => name !== null && table.columns.has(name)).map(String);
+}
+
+/** @param {string} name @param {Table} table @param {string[]} channelNames */
+function getColumnTitle(name, table, channelNames) {
   const unit = table.unit === "um" ? "µm" : "px";
   if (name === "area") return `Vol. ${unit}³`;
   if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
-  if (name.startsWith("intensity_mean")) return `Mean${name.slice("intensity_mean".length).replace("-", " ")}`;
+  if (name === "intensity_mean") return "Mean";
+  const channel = name.split("intensity_mean-")[1];
+  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || channel}`;
   return COLUMN_TITLES[name] ?? name;
 }

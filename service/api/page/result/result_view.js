@@ -1,61 +1,83 @@
 /** Result of a job: summary, notes, and the Objects, Export and Correct tabs. The result is linked to the views of the stack. */
 
 import { element, redraw } from "../core/elements.js";
-import { formatCount, formatNumber } from "../core/format.js";
+import { formatCount, formatNumber, formatPart } from "../core/format.js";
 import { formatLengths } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { ResultLabels } from "../correct/label_sources.js";
 import { rememberJob } from "../stack/recent_jobs.js";
+import { encodeCsv } from "../volumes/label_measure.js";
+import { completeCorrectedTable } from "../volumes/object_table.js";
+import { ClassLegend } from "./class_legend.js";
 import { describeResult, listResults } from "./compare_view.js";
 import { createExportView } from "./export_view.js";
 import { createNotes } from "./notes.js";
 import { ObjectsView } from "./objects_view.js";
 import { drawScreenshot } from "./screenshots.js";
+import { createFilterQuery, loadLimits, saveLimits } from "./stored_limits.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
+/** @typedef {import("../volumes/object_table.js").Table} Table */
 /** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
 const CONFIDENCE_EXPLANATION =
   "Estimated from the model's scores and the sizes of the objects. If the table has a column “Conf.”, this is the expected F1 score, the mean of that column. Otherwise it is the probability that the result as a whole is good.";
-const WITHOUT_CORRECTIONS_NOTE =
-  "These files do not include your corrections. You can export the corrected labels on the Correct tab.";
+/** Parameters that make a model keep all objects that it finds, by the decoding of the model. @type {Record<string, Record<string, string>>} */
+const KEEP_ALL_PARAMETERS = {
+  boundaries: { minimum_size: "1", border: "keep" },
+  flows: { minimum_size: "1", min_confidence: "0", border: "keep" },
+  instances: { minimum_size: "1", min_confidence: "0", border: "keep" },
+  "star-convex": { minimum_size: "1", min_confidence: "0", border: "keep" },
+};
 
 /**
  * Show the result of a finished job.
  * @param {HTMLElement} root
  * @param {{job: Job, stack: string, name: string}} result stack: id of the stack, "" if it is no longer stored; name: file name
- * @param {import("../volumes/object_table.js").Table | null} table
+ * @param {Table | null} table
  * @param {{viewer: Viewer, capabilities: import("openapi").CallerLimits, signal: AbortSignal, results: Job[],
- *   segmentWith: (changes: Record<string, string>) => Promise<void>, compareModels: () => void, timeNavigation: TimeNavigation}} context
- *   `signal` ends the link to the views; `results` are all results of the stack; `segmentWith` segments the stack again with changed parameters
+ *   segmentWith: (changes: Record<string, string>) => Promise<void>, compareModels: () => void, timeNavigation: TimeNavigation,
+ *   channel: number, channelNames: string[], decoding: string, classNames: string[]}} context
+ *   `signal` ends the link to the views; `results` are all results of the stack; `segmentWith` segments the stack again with changed parameters;
+ *   `channel` is the index of the segmented channel, -1 if unknown; `decoding` is that of the model, "" if unknown; `classNames` are empty if unknown
  */
 export function showResult(root, result, table, context) {
   const { viewer, capabilities, signal, results, segmentWith, compareModels, timeNavigation } = context;
+  const { channel, channelNames } = context;
   const { job, stack, name } = result;
-  const objectsView = table && new ObjectsView(table);
-  const countText =
-    job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
-  const exportRoot = createExportView(job, name, objectsView !== null, capabilities.temporary_jobs, () =>
-    drawScreenshot(viewer),
+  const keepAllParameters = stack ? KEEP_ALL_PARAMETERS[context.decoding] : undefined;
+  const keepsAll = Object.entries(keepAllParameters ?? {}).every(
+    ([parameter, value]) => String(job.parameters[parameter]) === value,
   );
-  const correctView =
-    job.objects === null
-      ? null
-      : new CorrectView(
-          new ResultLabels(result, table),
-          name,
-          viewer,
-          timeNavigation.getTimePoint(),
-          capabilities,
-          signal,
-        );
-  const summary = element("p", { class: "big", id: "summary" }, objectsView ? objectsView.summarize() : countText);
-  const tables = new ObjectTables(objectsView, summary, viewer, timeNavigation, signal);
+  const viewOptions = {
+    limits: loadLimits(job.id),
+    channel,
+    channelNames,
+    segmentWithoutFilters: keepAllParameters && !keepsAll ? () => segmentWith(keepAllParameters) : null,
+  };
+  const hasClasses = job.objects === null;
+  const correctView = hasClasses
+    ? null
+    : new CorrectView(
+        new ResultLabels(result, table),
+        name,
+        viewer,
+        timeNavigation.getTimePoint(),
+        capabilities,
+        signal,
+      );
+  const summary = element("p", { class: "big", id: "summary" });
+  const tables = new ObjectTables(job, table, viewOptions, summary, viewer, timeNavigation, signal);
+  const exportView = createExportView(job, name, capabilities.temporary_jobs, () => drawScreenshot(viewer));
+  let editCount = 0;
+  const updateExport = () => exportView.show(describeExport(job, tables, correctView, editCount));
+  tables.addEventListener("change", updateExport);
+  updateExport();
   const tabElements = createTabs([
-    { text: "Objects", page: tables.root },
-    { text: "Export", page: exportRoot },
+    { text: hasClasses ? "Classes" : "Objects", page: hasClasses ? createClassLegend(context) : tables.root },
+    { text: "Export", page: exportView.root },
     ...(correctView
       ? [
           {
@@ -80,20 +102,24 @@ export function showResult(root, result, table, context) {
   if (correctView) {
     const badge = element("span", { class: "badge", title: "Saved in this browser" });
     tabElements[0].lastElementChild?.append(badge);
-    const note = element("p", { class: "muted small", hidden: true }, WITHOUT_CORRECTIONS_NOTE);
-    exportRoot.prepend(note);
     correctView.root.addEventListener("count", (event) => {
-      const { editCount, objectCount } = /** @type {CustomEvent<{editCount: number, objectCount: number | null}>} */ (
+      const { objectCount, ...counts } = /** @type {CustomEvent<{editCount: number, objectCount: number | null}>} */ (
         event
       ).detail;
-      if (objectCount !== null && !job.time_points) tables.showCount(editCount > 0 ? objectCount : null);
+      editCount = counts.editCount;
+      if (objectCount !== null && !job.time_points && isCorrecting)
+        tables.showCount(editCount > 0 ? objectCount : null);
       if (!job.time_points) resultSwitcher.updateCount(editCount, objectCount);
       badge.textContent = editCount > 0 ? formatCount(editCount, "correction") : "";
-      note.hidden = editCount === 0;
+      updateExport();
     });
-    correctView.root.addEventListener("corrected", (event) =>
-      tables.showCorrectedObjects(/** @type {CustomEvent} */ (event).detail),
-    );
+    correctView.root.addEventListener("corrected", (event) => {
+      const correctedTable = /** @type {CustomEvent<Table | null>} */ (event).detail;
+      const editedIds = correctView.editor?.listEditedIds() ?? new Set();
+      tables.showCorrectedObjects(
+        correctedTable && table ? completeCorrectedTable(correctedTable, table, editedIds, channel) : correctedTable,
+      );
+    });
     timeNavigation.events.addEventListener("leaving", () => correctView.leave(false), { signal });
     timeNavigation.events.addEventListener(
       "time",
@@ -114,14 +140,58 @@ export function showResult(root, result, table, context) {
   );
 }
 
-/** Table of objects that switches between the original and the corrected labels. */
-class ObjectTables {
+/** Create a legend of the classes that the views show. @param {{viewer: Viewer, timeNavigation: TimeNavigation, signal: AbortSignal, classNames: string[]}} context */
+function createClassLegend({ viewer, timeNavigation, signal, classNames }) {
+  const legend = new ClassLegend(classNames);
+  const show = () => legend.show(viewer.scene.state);
+  timeNavigation.events.addEventListener("time", show, { signal });
+  show();
+  return legend.root;
+}
+
+/**
+ * Describe the objects that exported files contain: the objects that the views show.
+ * @param {Job} job @param {ObjectTables} tables @param {CorrectView | null} correctView @param {number} editCount number of corrections
+ * @returns {import("./export_view.js").ExportContent}
+ */
+function describeExport(job, tables, correctView, editCount) {
+  const view = tables.displayedView;
+  if (job.objects === null) return { description: "The labels are classes.", filterQuery: "", corrected: null };
+  const countText = view
+    ? formatPart(view.rows.length, view.table.length, "object")
+    : formatCount(job.objects, "object");
+  const filterText = view && view.limits.size > 0 ? "within the filters of the Objects tab, " : "";
+  const corrections = formatCount(editCount, "correction");
+  const correctionsText = tables.showsCorrections
+    ? `with ${corrections}`
+    : editCount > 0
+      ? `without your ${corrections}, which you can export on the Correct tab`
+      : "without corrections";
+  const corrected = tables.showsCorrections &&
+    view &&
+    correctView && {
+      labels: (/** @type {"npy" | "ome.tif"} */ kind) => correctView.encodeLabels(kind, view.hiddenFlags),
+      table: () => new Blob([encodeCsv(view.table, view.rows.toSorted())], { type: "text/csv" }),
+    };
+  return {
+    description: `The files contain ${countText}, ${filterText}${correctionsText}.`,
+    filterQuery: view ? createFilterQuery(view.limits) : "",
+    corrected: corrected || null,
+  };
+}
+
+/** Table of objects that switches between the original and the corrected labels. It dispatches `change` when other objects are displayed. */
+class ObjectTables extends EventTarget {
   /**
-   * @param {ObjectsView | null} originalView view of the objects without corrections, null if the result has no table @param {HTMLElement} summary
+   * @param {Job} job @param {Table | null} table of the objects without corrections, null if the result has no table
+   * @param {import("./objects_view.js").ViewOptions} viewOptions @param {HTMLElement} summary
    * @param {Viewer} viewer @param {TimeNavigation} timeNavigation @param {AbortSignal} signal
    */
-  constructor(originalView, summary, viewer, timeNavigation, signal) {
-    this.originalView = originalView;
+  constructor(job, table, viewOptions, summary, viewer, timeNavigation, signal) {
+    super();
+    this.job = job;
+    this.viewOptions = viewOptions;
+    this.originalView = table && new ObjectsView(table, viewOptions);
     this.summary = summary;
     this.viewer = viewer;
     this.timeNavigation = timeNavigation;
@@ -129,25 +199,32 @@ class ObjectTables {
     /** @type {ObjectsView | null} */
     this.displayedView = null;
     this.linkAbort = new AbortController();
-    this.originalSummary = summary.textContent ?? "";
     this.root = element("div", { class: "tables" });
-    this.#show(originalView);
+    this.#show(this.originalView);
   }
 
-  /** @param {import("../volumes/object_table.js").Table | null} table of the corrected objects, null to show the objects without corrections */
+  get showsCorrections() {
+    return this.displayedView !== this.originalView;
+  }
+
+  /** @param {Table | null} table of the corrected objects, null to show the objects without corrections */
   showCorrectedObjects(table) {
-    const correctedView = table && new ObjectsView(table);
-    if (correctedView === null && this.displayedView === this.originalView) return;
+    const correctedView = table && new ObjectsView(table, this.viewOptions);
     this.#show(correctedView ?? this.originalView);
-    this.summary.textContent = correctedView
-      ? `${correctedView.summarize()} Includes corrections.`
-      : this.originalSummary;
   }
 
   /** Show the number of objects while labels are being corrected. @param {number | null} objectCount null if there are no corrections */
   showCount(objectCount) {
     this.summary.textContent =
-      objectCount === null ? this.originalSummary : `${formatCount(objectCount, "object")}. Includes corrections.`;
+      objectCount === null ? this.#summarize(false) : `${formatCount(objectCount, "object")}. Includes corrections.`;
+  }
+
+  /** Describe the displayed objects. @param {boolean} includesCorrections */
+  #summarize(includesCorrections) {
+    const { job, originalView, displayedView } = this;
+    const view = includesCorrections ? displayedView : originalView;
+    if (view) return includesCorrections ? `${view.summarize()} Includes corrections.` : view.summarize();
+    return job.objects === null ? "The labels are classes, not objects." : `${formatCount(job.objects, "object")}.`;
   }
 
   /** @param {ObjectsView | null} objectsView */
@@ -157,13 +234,25 @@ class ObjectTables {
     this.displayedView = objectsView;
     const emptyText = element("p", { class: "muted" }, "There is no table of objects for this result.");
     this.root.replaceChildren(objectsView?.root ?? emptyText);
-    if (objectsView)
-      linkTableAndViews(
-        this.viewer,
-        objectsView,
-        this.timeNavigation,
-        AbortSignal.any([this.linkAbort.signal, this.signal]),
-      );
+    if (objectsView) {
+      const signal = AbortSignal.any([this.linkAbort.signal, this.signal]);
+      linkTableAndViews(this.viewer, objectsView, this.timeNavigation, signal);
+      objectsView.addEventListener("filter", () => this.#onFilter(objectsView), { signal });
+      // The limits may have been changed in the other view.
+      objectsView.showLimits();
+    }
+    this.#showSummary();
+  }
+
+  /** Save the changed limits. @param {ObjectsView} objectsView */
+  #onFilter(objectsView) {
+    saveLimits(this.job.id, objectsView.limits, objectsView.rows.length);
+    this.#showSummary();
+  }
+
+  #showSummary() {
+    this.summary.textContent = this.#summarize(this.showsCorrections);
+    this.dispatchEvent(new Event("change"));
   }
 }
 
@@ -181,7 +270,7 @@ function linkTableAndViews(viewer, objectsView, timeNavigation, signal) {
     const center = objectsView.getCenter(label);
     if (center) viewer.select(label, center);
   });
-  objectsView.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objectsView.hiddenFlags }));
+  objectsView.addEventListener("filter", () => viewer.scene.set({ hiddenFlags: objectsView.hiddenFlags }), { signal });
   timeNavigation.events.addEventListener(
     "time",
     () => {

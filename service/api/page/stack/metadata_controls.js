@@ -1,9 +1,10 @@
 /** Controls for metadata that is missing from a file or that the user can override: scene, axes, channel, time points, voxel size. */
 
 import { button, element, field, redraw } from "../core/elements.js";
+import { formatCount, formatNumber } from "../core/format.js";
 import { SETTING_TITLES } from "../core/terminology.js";
 import { findScene } from "../volumes/planes.js";
-import { isTimeSeries } from "../volumes/time_points.js";
+import { formatTimePoint, isTimeSeries } from "../volumes/time_points.js";
 import { createSwatch, getChannelColor, getChannelName } from "./channels.js";
 import { createPreviews } from "./previews.js";
 
@@ -23,6 +24,18 @@ const LIKELY_AXES = {
 
 /** Meaning of the axis letters. */
 export const AXIS_LEGEND = "T: time, Z: depth, C: channel, Y: row, X: column, S: color sample";
+
+/** Singular and plural of what an axis counts. @type {Record<string, [string, string]>} */
+const AXIS_NOUNS = {
+  T: ["time point", "time points"],
+  Z: ["plane", "planes"],
+  C: ["channel", "channels"],
+  S: ["color", "colors"],
+  Y: ["row", "rows"],
+  X: ["column", "columns"],
+};
+/** The sizes of the stored dimensions in a message of the service. */
+const STORED_SHAPE_PATTERN = /(?:dimensions are|stored shape is) (\d+(?: x \d+)+)/;
 
 /** Maximum number of scenes with previews. */
 const MAX_SCENE_PREVIEWS = 24;
@@ -68,18 +81,26 @@ export class MetadataControls {
     const options = suggestedAxes ? [suggestedAxes, ...choices.filter((axes) => axes !== suggestedAxes)] : choices;
     const isAxesProblem = problem.slug === "ambiguous-axes" || options.length > 0;
     if (!isAxesProblem) return false;
+    const shape = (STORED_SHAPE_PATTERN.exec(problem.detail)?.[1].split(" x ") ?? []).map(Number);
     redraw(this.root, () => [
       ...this.#createSceneControls(),
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Axes of the file" },
-        element("p", {}, problem.message),
-        element("p", { class: "muted small" }, AXIS_LEGEND),
+        element("p", {}, shape.length > 0 ? describeUnnamedAxes(shape, problem.message) : problem.message),
         element(
-          "div",
-          { class: "row" },
-          ...options.map((axes) => button(axes, () => this.changeParameters({ axes }), "secondary")),
+          "ul",
+          { class: "axes-options" },
+          ...options.map((axes) =>
+            element(
+              "li",
+              {},
+              button(axes, () => this.changeParameters({ axes }), "secondary"),
+              element("span", { class: "small" }, describeAxes(axes, shape)),
+            ),
+          ),
         ),
+        element("p", { class: "muted small" }, AXIS_LEGEND),
         problem.slug === "ambiguous-axes" &&
           field(
             "Other axes",
@@ -153,7 +174,10 @@ export class MetadataControls {
             }),
         },
         element("option", { value: "" }, selectedAxes ? "as in the file" : `${file.axes}, as in the file`),
-        ...options.map((axes) => element("option", { value: axes, selected: axes === selectedAxes }, axes)),
+        ...options.map((axes) => {
+          const text = [axes, describeAxes(axes, file.stored_shape)].filter(Boolean).join(": ");
+          return element("option", { value: axes, selected: axes === selectedAxes }, text);
+        }),
       ),
       element("span", { class: "muted small" }, AXIS_LEGEND),
     );
@@ -265,20 +289,20 @@ export class MetadataControls {
     const time = this.parameters.time ?? "0";
     const isSeries = isTimeSeries(time);
     const [start, stop] = time === "all" ? ["", ""] : time.split(":");
-    /** @param {string} id @param {string} value @param {string} label */
+    /** @param {string} id @param {number} value index of a time point @param {string} label */
     const createNumberInput = (id, value, label) =>
       element("input", {
         type: "number",
         id,
-        min: "0",
-        max: String(file.times - 1),
-        value,
+        min: "1",
+        max: String(file.times),
+        value: formatTimePoint(value),
         "aria-label": label,
         onchange: () => this.changeParameters({ time: readTime() }),
       });
-    const timeInput = createNumberInput("time", start || "0", "Time point");
-    const firstInput = createNumberInput("time-from", start || "0", "First time point");
-    const lastInput = createNumberInput("time-last", String(Number(stop || file.times) - 1), "Last time point");
+    const timeInput = createNumberInput("time", Number(start), "Time point");
+    const firstInput = createNumberInput("time-from", Number(start), "First time point");
+    const lastInput = createNumberInput("time-last", Number(stop || file.times) - 1, "Last time point");
     const modeSelect = element(
       "select",
       {
@@ -297,9 +321,11 @@ export class MetadataControls {
     );
     const readTime = () => {
       if (modeSelect.value === "all") return "all";
-      if (modeSelect.value === "one") return timeInput.value || "0";
-      const first = Math.min(Number(firstInput.value), file.times - 1);
-      return `${first}:${Math.max(first, Math.min(Number(lastInput.value), file.times - 1)) + 1}`;
+      const [one, first, last] = [timeInput, firstInput, lastInput].map((input) =>
+        Math.max(1, Math.min(Math.round(Number(input.value)), file.times)),
+      );
+      if (modeSelect.value === "one") return String(one - 1);
+      return `${first - 1}:${Math.max(first, last)}`;
     };
     const linkCheckbox = element("input", {
       type: "checkbox",
@@ -314,7 +340,7 @@ export class MetadataControls {
       field(
         "Time points",
         element("div", { class: "row tight" }, modeSelect, inputs),
-        element("span", { class: "muted small" }, `0 to ${file.times - 1}`),
+        element("span", { class: "muted small" }, `1 to ${file.times}`),
       ),
       ...(isSeries ? [element("label", { class: "inline-label" }, linkCheckbox, "Track objects over time")] : []),
     ];
@@ -345,6 +371,19 @@ export class MetadataControls {
       element("div", { class: "row tight" }, ...inputs),
     );
   }
+}
+
+/** Describe what axes mean for a stored array, such as "3 channels, 12 planes, 64 rows, 80 columns". @param {string} axes @param {number[]} shape @returns {string} "" if the numbers of axes and dimensions differ */
+function describeAxes(axes, shape) {
+  if (axes.length !== shape.length) return "";
+  return [...axes].map((axis, index) => formatCount(shape[index], ...AXIS_NOUNS[axis])).join(", ");
+}
+
+/** @param {number[]} shape of an array whose axes are unknown @param {string} message of the service, which may give a reason */
+function describeUnnamedAxes(shape, message) {
+  const sizes = shape.map((size) => formatNumber(size));
+  const reason = /^The axes of the file are unknown: .*?\. (?=The stored shape)/.exec(message)?.[0] ?? "";
+  return `${reason}The file does not say what its ${sizes.length} dimensions mean. Their sizes are ${sizes.join(" × ")}, in the order in which they are stored. What are they?`;
 }
 
 /** @param {Description["partial_voxel_size"]} size along z, y and x @returns {Partial<import("openapi").VoxelSize>} the known sizes */

@@ -12,6 +12,7 @@ import { fetchResults } from "../result/advice.js";
 import { showResult } from "../result/result_view.js";
 import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
+import { listChangedSettings, StaleNotice } from "../result/stale_notice.js";
 import { Viewer } from "../viewer/viewer.js";
 import { parseTable } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
@@ -61,6 +62,8 @@ export class Session {
     this.segmentedScene = null;
     /** The labels that are annotated from nothing, or null. @type {EmptyLabels | null} */
     this.annotatedLabels = null;
+    /** Resolves after the first inspection. @type {PromiseWithResolvers<void>} */
+    this.firstInspection = Promise.withResolvers();
     /** The scene that was inspected last. */
     this.inspectedScene = "";
     /** @type {Inspection | null} */
@@ -71,6 +74,7 @@ export class Session {
     /** Dispatches `leaving` before the time point changes, and `time` after the new time point is displayed. */
     this.timeEvents = new EventTarget();
     this.sidePanel = byId("side");
+    this.staleNotice = new StaleNotice(() => this.submitJob());
     this.viewer = new Viewer(byId("viewer"));
     this.channelTools = new ChannelTools(this.viewer);
     this.timeSlider = new TimeSlider();
@@ -86,6 +90,7 @@ export class Session {
     settings.addEventListener("change", () => {
       if (this.segmentedScene !== null && getScene(settings.parameters) !== this.segmentedScene) this.#leaveJob();
       this.#updateAnnotatedLabels();
+      this.#updateStaleNotice();
       this.inspectLater();
     });
     settings.addEventListener("run", () => this.submitJob());
@@ -162,6 +167,12 @@ export class Session {
     if (!signal.aborted) await view.enter();
   }
 
+  /** Mark the displayed result if it was segmented with other settings. */
+  #updateStaleNotice() {
+    if (this.job && !this.settings.isStackMissing)
+      this.staleNotice.show(listChangedSettings(this.job, this.settings.parameters));
+  }
+
   /** Inspect the stack once the settings have not changed for a short time. */
   inspectLater() {
     // A response for the previous settings would be shown with the new ones.
@@ -180,6 +191,7 @@ export class Session {
       await this.#showInspection(await requestJson(`inspect?${buildQuery(parameters)}`, { method: "POST", signal }));
     } catch (error) {
       if (signal.aborted) return;
+      this.firstInspection.resolve();
       if (!(error instanceof Problem)) throw error;
       if (error.status === 0) return this.#inspectAfterReconnection(signal);
       if (error.slug === "unknown-stack") return this.settings.showMissingStack();
@@ -210,6 +222,7 @@ export class Session {
     const { settings, timeSlider } = this;
     const { file } = inspection;
     this.inspection = inspection;
+    this.firstInspection.resolve();
     this.inspectedScene = getScene(settings.parameters);
     if (this.isUnreadable) this.sidePanel.replaceChildren(createChecklist());
     this.isUnreadable = false;
@@ -479,6 +492,7 @@ export class Session {
     const [table, results] = await Promise.all([
       job.parameters.measurements === "zip" ? fetchTable(job, signal) : null,
       stackId ? fetchResults(stackId, signal) : [],
+      stackId ? this.firstInspection.promise : undefined,
     ]);
     await this.#showLabels(job);
     viewer.fetchStatus.textContent = "";
@@ -487,8 +501,14 @@ export class Session {
       goToTimePoint: (/** @type {number} */ time) => this.goToTimePoint(time),
       events: this.timeEvents,
     };
-    const { capabilities } = this.service;
+    const { capabilities, models } = this.service;
+    const model = models.find(({ name: modelName }) => modelName === job.model.split("/")[0]);
+    const channelNames = this.inspection?.file.channels ?? [];
     showResult(this.sidePanel, { job, stack: stackId, name }, table, {
+      channelNames,
+      channel: findChannel(channelNames, job.parameters.channel),
+      decoding: model?.decoding ?? "",
+      classNames: model?.decoding === "classes" ? model.outputs : [],
       viewer,
       capabilities,
       signal,
@@ -497,6 +517,8 @@ export class Session {
       compareModels: () => openGallery(this.service.models, this),
       timeNavigation,
     });
+    this.sidePanel.prepend(this.staleNotice.root);
+    this.#updateStaleNotice();
     viewer.drawNow();
     rememberJob({ job: job.id, thumbnail: drawThumbnail(viewer) });
   }
@@ -505,6 +527,12 @@ export class Session {
 /** @param {Record<string, unknown>} parameters of a request @returns {string} the selected scene, "" for none */
 function getScene({ scene }) {
   return String(scene ?? "");
+}
+
+/** @param {string[]} names of the channels @param {unknown} channel parameter of a request: index or name @returns {number} index of the channel, -1 if the parameter does not select one */
+function findChannel(names, channel) {
+  const text = String(channel ?? "");
+  return /^\d+$/.test(text) ? Number(text) : names.indexOf(text || " ");
 }
 
 /** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if the result has no objects */

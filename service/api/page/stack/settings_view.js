@@ -37,7 +37,7 @@ const ADVANCED_OPTIONS = [
   },
   {
     name: "quality",
-    title: "Quality",
+    title: SETTING_TITLES.quality,
     choices: [
       ["", "fast"],
       ["best", "best (about ten times slower)"],

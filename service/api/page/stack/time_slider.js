@@ -1,6 +1,7 @@
 /** Slider for the displayed time point. */
 
 import { element } from "../core/elements.js";
+import { formatTimePoint } from "../volumes/time_points.js";
 
 const CHANGE_DELAY_MILLISECONDS = 120;
 
@@ -62,6 +63,10 @@ export class TimeSlider extends EventTarget {
 
   #updateControls() {
     this.slider.value = String(this.time);
-    this.timeText.value = `${this.time} (${this.slider.min} to ${this.slider.max})`;
+    const [time, first, last] = [this.slider.value, this.slider.min, this.slider.max].map((text) =>
+      formatTimePoint(Number(text)),
+    );
+    this.timeText.value = `${time} (${first} to ${last})`;
+    this.slider.ariaValueText = time;
   }
 }

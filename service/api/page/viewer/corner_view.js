@@ -10,10 +10,12 @@ import { paintGray, projectMaximum } from "../volumes/slices.js";
 export class CornerView {
   /**
    * @param {Scene} scene @param {(y: number, x: number) => void} onpick called with the clicked position as fractions of the size of the projection
+   * @param {(position: import("./scene.js").Triple) => void} onpick3d called with the voxel that the user clicked in the 3D rendering
    * @param {(isEnlarged: boolean) => void} onenlarge called when the corner is enlarged or reduced
    */
-  constructor(scene, onpick, onenlarge) {
+  constructor(scene, onpick, onpick3d, onenlarge) {
     this.scene = scene;
+    this.onpick3d = onpick3d;
     this.onenlarge = onenlarge;
     this.isEnlarged = false;
     /** @type {{volume: import("./scene.js").Volume, plane: import("./scene.js").Plane} | undefined} */
@@ -29,25 +31,14 @@ export class CornerView {
         onpick((event.clientY - top) / height, (event.clientX - left) / width);
       },
     });
-    this.canvas3d = element("canvas", {
-      class: "rendering",
-      hidden: true,
-      tabIndex: 0,
-      role: "img",
-      "aria-label": "3D view of the stack. Use the arrow keys to rotate it.",
-    });
-    /** @type {import("./volume_renderer.js").VolumeRenderer | null} */
-    this.renderer = null;
+    /** @type {import("./rendering_view.js").RenderingView | null} */
+    this.rendering = null;
     this.projectionToggle = button("Maximum", () => this.set3dVisible(false), "quiet toggle");
     this.renderingToggle = button("3D", () => this.set3dVisible(true), "quiet toggle");
     this.enlargeToggle = button("Enlarge", () => this.#toggleEnlarged(), "quiet toggle");
-    this.stage = element("div", { class: "stage centered" }, this.projectionCanvas, this.canvas3d);
-    this.root = element(
-      "div",
-      { class: "view corner" },
-      this.stage,
-      element("div", { class: "view-foot" }, this.projectionToggle, this.renderingToggle, this.enlargeToggle),
-    );
+    this.stage = element("div", { class: "stage centered" }, this.projectionCanvas);
+    this.foot = element("div", { class: "view-foot" }, this.projectionToggle, this.renderingToggle, this.enlargeToggle);
+    this.root = element("div", { class: "view corner" }, this.stage, this.foot);
     this.root.addEventListener("keydown", ({ key }) => {
       if (key === "Escape" && this.isEnlarged) this.#toggleEnlarged();
     });
@@ -59,14 +50,17 @@ export class CornerView {
 
   /** Switch between the 3D rendering and the maximum projection. @param {boolean} isVisible whether to show the 3D rendering */
   async set3dVisible(isVisible) {
-    if (isVisible && this.renderer === null) {
-      const { VolumeRenderer } = await import("./volume_renderer.js");
-      this.renderer = new VolumeRenderer(this.canvas3d, this.scene);
-      this.renderingToggle.disabled = !this.renderer.isSupported;
-      this.renderingToggle.title = this.renderer.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
+    if (isVisible && this.rendering === null) {
+      const { RenderingView } = await import("./rendering_view.js");
+      this.rendering = new RenderingView(this.scene, this.onpick3d);
+      this.renderingToggle.disabled = !this.rendering.isSupported;
+      this.renderingToggle.title = this.rendering.isSupported ? "" : "The 3D view requires a browser with WebGL 2.";
+      this.stage.append(this.rendering.stage);
+      this.foot.append(this.rendering.tools);
     }
-    const canShow = isVisible && this.renderer?.isSupported === true;
-    this.canvas3d.hidden = !canShow;
+    const { rendering } = this;
+    const canShow = isVisible && rendering?.isSupported === true;
+    if (rendering) rendering.stage.hidden = rendering.tools.hidden = !canShow;
     this.projectionCanvas.hidden = canShow;
     this.#updateToggles();
     this.draw();
@@ -80,8 +74,8 @@ export class CornerView {
 
   #updateToggles() {
     for (const [toggle, isPressed] of /** @type {[HTMLElement, boolean][]} */ ([
-      [this.projectionToggle, this.canvas3d.hidden],
-      [this.renderingToggle, !this.canvas3d.hidden],
+      [this.projectionToggle, !this.projectionCanvas.hidden],
+      [this.renderingToggle, this.projectionCanvas.hidden],
       [this.enlargeToggle, this.isEnlarged],
     ]))
       toggle.setAttribute("aria-pressed", String(isPressed));
@@ -89,18 +83,19 @@ export class CornerView {
 
   draw() {
     if (this.isProjectionStale) this.#drawProjection();
-    if (!this.canvas3d.hidden) this.renderer?.draw();
+    if (this.projectionCanvas.hidden) this.rendering?.draw();
   }
 
   /** Update the 3D rendering after voxels have been changed in place. */
   refresh3d() {
-    if (this.renderer === null) return;
-    this.renderer.textureInputs = [];
+    if (this.rendering === null) return;
+    this.rendering.renderer.invalidate();
     this.draw();
   }
 
-  /** Recompute the projection after more planes have been fetched. */
+  /** Update the projection and the 3D rendering after more planes have been fetched. */
   refreshProjection() {
+    this.rendering?.renderer.invalidate();
     this.projectionCache = undefined;
     this.isProjectionStale = true;
   }

@@ -36,7 +36,8 @@ export function listenForUse(stage) {
 /** @param {KeyboardEvent} event @returns {boolean} whether the key is meant for the views although another element has the focus */
 function isForViews({ key, target, defaultPrevented }) {
   if (defaultPrevented || isForwarding || key === "Tab" || !(target instanceof Element)) return false;
-  if (target.closest(`.stage, ${TYPING_SELECTOR}`) || document.querySelector("dialog[open]")) return false;
+  if (target.closest(`.view[data-axis] .stage, ${TYPING_SELECTOR}`) || document.querySelector("dialog[open]"))
+    return false;
   return !(CONTROL_KEYS.includes(key) && target.closest(CONTROL_SELECTOR));
 }
 

@@ -39,6 +39,10 @@ export class Viewer extends EventTarget {
     this.corner = new CornerView(
       this.scene,
       (y, x) => this.#goToProjectedPoint(y, x),
+      (position) => {
+        this.pick(position);
+        this.#goToVoxel(position);
+      },
       (isEnlarged) => this.#enlargeCorner(isEnlarged),
     );
     const [xy, xz, zy] = this.views;
@@ -131,10 +135,16 @@ export class Viewer extends EventTarget {
 
   /** Select the object at a voxel, and dispatch `pick`. @param {Triple} position */
   pick(position) {
-    const { labels } = this.scene.state;
-    const id = labels === null ? 0 : valueAt(labels, position);
+    const id = this.#getVisibleObject(position);
     this.scene.set({ position, selectedId: id });
     this.#emit("pick", id);
+  }
+
+  /** @param {Triple} position @returns {number} the id of the object at a voxel, 0 if there is none or if it is hidden */
+  #getVisibleObject(position) {
+    const { labels, hiddenFlags } = this.scene.state;
+    const id = labels === null ? 0 : valueAt(labels, position);
+    return hiddenFlags?.[id] ? 0 : id;
   }
 
   /** Select an object, and dispatch `pick`. @param {number} id 0 for none */
@@ -208,9 +218,9 @@ export class Viewer extends EventTarget {
   }
 
   #updateReadout() {
-    const { image, labels, position } = this.scene.state;
+    const { image, position } = this.scene.state;
     if (image === null) return;
-    const label = labels === null ? 0 : valueAt(labels, position);
+    const label = this.#getVisibleObject(position);
     this.readout.value = `gray ${formatNumber(valueAt(image, position))}${label ? `   object ${label}` : ""}`;
   }
 

@@ -8,185 +8,228 @@ import { COLORS, getColorIndex } from "../volumes/slices.js";
 
 /** Maximum size of a texture. Larger volumes are subsampled. */
 const MAX_TEXTURE_VOXELS = 6_000_000;
+/** Width of the texture with the colors of the objects. */
+const COLORS_PER_ROW = 2048;
+/** Width of the edges of the box in pixels. */
+const LINE_PIXELS = 1.3;
 const VERTEX_SHADER_SOURCE = `#version 300 es
 in vec2 corner; out vec2 screenPosition;
 void main() { screenPosition = corner; gl_Position = vec4(corner, 0.0, 1.0); }`;
 
 // The stack fills a box that is centered at the origin and whose longest edge is 2. `rotation` converts screen
-// directions to stack directions.
+// directions to stack directions. The part of the box between `low` and `high` is drawn, with lines along its edges.
 const FRAGMENT_SHADER_SOURCE = `#version 300 es
 precision highp float; precision highp int; precision highp sampler3D; precision highp usampler3D;
 in vec2 screenPosition; out vec4 color;
-uniform sampler3D gray, mask; uniform usampler3D ids; uniform sampler2D palette;
-uniform mat3 rotation; uniform vec3 box; uniform vec2 window; uniform bool showObjects; uniform uint selectedId;
+uniform sampler3D gray, mask; uniform usampler3D ids; uniform sampler2D colors;
+uniform mat3 rotation; uniform vec3 box, low, high; uniform vec2 window; uniform float lineWidth;
+uniform bool showObjects; uniform uint selectedId;
 const int STEPS = 320;
 vec3 toTexture(vec3 p) { return p / box * 0.5 + 0.5; }
 float sampleMask(vec3 p) { return texture(mask, toTexture(p)).r; }
-void main() {
-  vec3 ray = rotation * vec3(0.0, 0.0, -1.0), start = rotation * vec3(screenPosition * window, 4.0);
-  vec3 first = (-box - start) / ray, last = (box - start) / ray;
-  vec3 low = min(first, last), high = max(first, last);
-  float t = max(max(low.x, low.y), low.z), end = min(min(high.x, high.y), high.z);
-  color = vec4(0.027, 0.035, 0.043, 1.0);
-  if (t >= end) return;
-  float stepLength = 3.5 / float(STEPS), maxGray = 0.0;
+// The three edges that meet at the first voxel have the colors of their axes.
+vec4 colorOfEdge(vec3 p) {
+  bvec3 isLow = lessThan(p - low, vec3(lineWidth)), isHigh = lessThan(high - p, vec3(lineWidth));
+  bvec3 isAtFace = bvec3(isLow.x || isHigh.x, isLow.y || isHigh.y, isLow.z || isHigh.z);
+  if (int(isAtFace.x) + int(isAtFace.y) + int(isAtFace.z) < 2) return vec4(0.0);
+  if (isLow.y && isLow.z) return vec4(1.0, 0.42, 0.42, 0.9);
+  if (isLow.x && isLow.z) return vec4(0.45, 0.85, 0.45, 0.9);
+  if (isLow.x && isLow.y) return vec4(0.5, 0.65, 1.0, 0.9);
+  return vec4(0.6, 0.6, 0.6, 0.55);
+}
+vec3 blend(vec3 below, vec4 above) { return mix(below, above.rgb, above.a); }
+// Searches the first object on the ray. Returns its color, with an opacity of 0 if there is none.
+vec4 findObject(vec3 start, vec3 ray, float t, float end) {
+  float stepLength = 3.5 / float(STEPS);
   vec3 voxelSize = 2.0 * box / vec3(textureSize(mask, 0));
   for (int n = 0; n < STEPS && t < end; n++, t += stepLength) {
-    vec3 p = start + t * ray;
-    if (!showObjects) { maxGray = max(maxGray, texture(gray, toTexture(p)).r); continue; }
-    if (sampleMask(p) < 0.5) continue;
-    float near = t - stepLength, far = t;
+    if (sampleMask(start + t * ray) < 0.5) continue;
+    // The first sample lies on a face of the box, which cuts the object.
+    float near = n == 0 ? t : t - stepLength, far = t;
     for (int iteration = 0; iteration < 5; iteration++) {
       float middle = 0.5 * (near + far);
       if (sampleMask(start + middle * ray) < 0.5) near = middle; else far = middle;
     }
-    p = start + far * ray;
-    vec3 e = voxelSize * 1.2;
+    vec3 p = start + far * ray, e = voxelSize * 1.2;
     vec3 gradient = vec3(sampleMask(p + vec3(e.x, 0, 0)) - sampleMask(p - vec3(e.x, 0, 0)),
       sampleMask(p + vec3(0, e.y, 0)) - sampleMask(p - vec3(0, e.y, 0)), sampleMask(p + vec3(0, 0, e.z)) - sampleMask(p - vec3(0, 0, e.z))) / e;
-    float light = length(gradient) > 0.0 ? max(dot(normalize(gradient), ray), 0.0) : 1.0;
-    // The color index is in the upper 8 bits, the id of the object in the lower 24 bits.
-    uint id = 0u;
-    for (int attempt = 0; attempt < 4 && id == 0u; attempt++) {
+    float light = n > 0 && length(gradient) > 0.0 ? max(dot(normalize(gradient), ray), 0.0) : 0.9;
+    uint id = 0u; vec4 objectColor = vec4(0.0);
+    for (int attempt = 0; attempt < 4 && objectColor.a == 0.0; attempt++) {
       ivec3 cell = ivec3(toTexture(p + float(attempt) * 0.5 * voxelSize * ray) * vec3(textureSize(ids, 0)));
       id = texelFetch(ids, clamp(cell, ivec3(0), textureSize(ids, 0) - 1), 0).r;
+      int width = textureSize(colors, 0).x;
+      if (id != 0u) objectColor = texelFetch(colors, ivec2(int(id) % width, int(id) / width), 0);
     }
-    vec3 objectColor = texelFetch(palette, ivec2(int(id >> 24), 0), 0).rgb;
-    if ((id & 0xffffffu) == selectedId && id != 0u) objectColor = vec3(1.0);
+    if (objectColor.a == 0.0) continue;
+    if (id == selectedId && id != 0u) objectColor.rgb = vec3(1.0);
     float fog = 1.0 - 0.45 * smoothstep(2.6, 5.6, far);
-    color = vec4(objectColor * (0.25 + 0.75 * light) * fog, 1.0);
-    return;
+    return vec4(objectColor.rgb * (0.25 + 0.75 * light) * fog, 1.0);
   }
-  if (!showObjects) color.rgb += vec3(maxGray);
+  return vec4(0.0);
+}
+float findMaximum(vec3 start, vec3 ray, float t, float end) {
+  float stepLength = 3.5 / float(STEPS), maximum = 0.0;
+  for (int n = 0; n < STEPS && t < end; n++, t += stepLength)
+    maximum = max(maximum, texture(gray, toTexture(start + t * ray)).r);
+  return maximum;
+}
+void main() {
+  vec3 ray = rotation * vec3(0.0, 0.0, -1.0), start = rotation * vec3(screenPosition * window, 4.0);
+  vec3 first = (low - start) / ray, last = (high - start) / ray;
+  vec3 entries = min(first, last), exits = max(first, last);
+  float t = max(max(entries.x, entries.y), entries.z), end = min(min(exits.x, exits.y), exits.z);
+  vec3 pixel = vec3(0.027, 0.035, 0.043);
+  if (t < end) {
+    pixel = blend(pixel, colorOfEdge(start + end * ray));
+    if (showObjects) pixel = blend(pixel, findObject(start, ray, t, end));
+    else pixel += vec3(findMaximum(start, ray, t, end));
+    pixel = blend(pixel, colorOfEdge(start + t * ray));
+  }
+  color = vec4(pixel, 1.0);
 }`;
 
 /** Renderer that draws the scene on a canvas. */
 export class VolumeRenderer {
-  /** @param {HTMLCanvasElement} canvas @param {Scene} scene */
-  constructor(canvas, scene) {
+  /** @param {HTMLCanvasElement} canvas @param {Scene} scene @param {import("./camera.js").Camera} camera */
+  constructor(canvas, scene, camera) {
     this.canvas = canvas;
     this.scene = scene;
-    /** Angles of rotation to the right and down, in radians. */
-    this.rotation = [0.6, -0.5];
-    this.zoom = 1;
+    this.camera = camera;
+    /** Whether to draw the objects instead of the gray values. */
+    this.showsObjects = false;
     /** @type {number | undefined} */
     this.frameRequestId = undefined;
-    /** The values from which the textures were created. If a value changes, the textures are created again. @type {unknown[]} */
-    this.textureInputs = [];
-    /** Half the size of the box that the stack fills, along x, y and z. @type {number[]} */
-    this.box = [1, 1, 1];
+    /** The values from which each texture was created. If a value changes, the texture is created again. @type {Map<string, unknown[]>} */
+    this.textureInputs = new Map();
+    /** Ids of the objects at the sampled voxels. */
+    this.ids = new Uint32Array();
     this.gl = canvas.getContext("webgl2", { preserveDrawingBuffer: true });
     if (this.gl) this.program = createProgram(this.gl);
-    this.#addEventListeners();
   }
 
   get isSupported() {
     return this.gl !== null;
   }
 
-  #addEventListeners() {
-    const { canvas } = this;
-    canvas.addEventListener("pointerdown", (event) => canvas.setPointerCapture(event.pointerId));
-    canvas.addEventListener("pointermove", (event) => {
-      if (canvas.hasPointerCapture(event.pointerId)) this.#rotate(event.movementX / 120, event.movementY / 120);
-    });
-    canvas.addEventListener(
-      "wheel",
-      (event) => {
-        event.preventDefault();
-        this.zoom = Math.max(0.4, Math.min(12, this.zoom * (event.deltaY < 0 ? 1.15 : 1 / 1.15)));
-        this.draw();
-      },
-      { passive: false },
-    );
-    canvas.addEventListener("keydown", (event) => {
-      const angles = { ArrowLeft: [-0.15, 0], ArrowRight: [0.15, 0], ArrowUp: [0, -0.15], ArrowDown: [0, 0.15] };
-      const keyAngles = angles[/** @type {keyof typeof angles} */ (event.key)];
-      if (!keyAngles) return;
-      event.preventDefault();
-      this.#rotate(keyAngles[0], keyAngles[1]);
-    });
-  }
-
-  /** Rotate the stack. @param {number} right @param {number} down angles in radians */
-  #rotate(right, down) {
-    this.rotation[0] += right;
-    this.rotation[1] = Math.max(-Math.PI / 2, Math.min(Math.PI / 2, this.rotation[1] + down));
-    this.draw();
-  }
-
-  /** Draw in the next frame. */
-  draw() {
+  /** Draw in the next frame. @param {() => void} ondraw called after drawing */
+  draw(ondraw) {
     this.frameRequestId ??= requestAnimationFrame(() => {
       this.frameRequestId = undefined;
-      this.#drawNow();
+      if (this.#drawNow()) ondraw();
     });
   }
 
-  #drawNow() {
-    const { gl, program, canvas } = this;
-    const scene = this.scene.state;
-    if (!gl || !program || scene.image === null || canvas.clientWidth === 0) return;
-    this.#updateTextures();
-    canvas.width = canvas.clientWidth;
-    canvas.height = canvas.clientHeight;
-    gl.viewport(0, 0, canvas.width, canvas.height);
-    gl.useProgram(program);
-    const getLocation = (/** @type {string} */ name) => gl.getUniformLocation(program, name);
-    for (const [unit, name] of ["gray", "mask", "ids", "palette"].entries()) gl.uniform1i(getLocation(name), unit);
-    const size = Math.min(canvas.width, canvas.height) * this.zoom;
-    gl.uniform2f(getLocation("window"), (1.5 * canvas.width) / size, (1.5 * canvas.height) / size);
-    gl.uniform3fv(getLocation("box"), this.box);
-    gl.uniform1i(getLocation("showObjects"), scene.labels !== null && scene.showObjects ? 1 : 0);
-    gl.uniform1ui(getLocation("selectedId"), scene.selectedId);
-    const [right, down] = this.rotation;
-    const [cosRight, sinRight, cosDown, sinDown] = [Math.cos(right), Math.sin(right), Math.cos(down), Math.sin(down)];
-    // The y axis points down in the stack and up on the screen.
-    gl.uniformMatrix3fv(getLocation("rotation"), false, [
-      cosRight,
-      0,
-      sinRight,
-      -sinRight * sinDown,
-      -cosDown,
-      cosRight * sinDown,
-      sinRight * cosDown,
-      -sinDown,
-      -cosRight * cosDown,
-    ]);
-    gl.drawArrays(gl.TRIANGLES, 0, 3);
+  /** Create the textures again before the next drawing, because voxels were changed in place. */
+  invalidate() {
+    this.textureInputs.clear();
   }
 
-  /** Load the displayed volumes into textures, unless the textures are up to date. */
-  #updateTextures() {
-    const { gl } = this;
-    const { image, labels, hiddenFlags, colorIndices, contrast, voxelSize } = this.scene.state;
-    const inputs = [image, labels, hiddenFlags, colorIndices, ...contrast, ...voxelSize];
-    if (!gl || image === null || inputs.every((value, index) => value === this.textureInputs[index])) return;
-    this.textureInputs = inputs;
-    const extents = [2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]);
-    const maxExtent = Math.max(...extents);
-    this.box = extents.map((extent) => extent / maxExtent);
-    const samples = computeSampleIndices(image.shape);
-    const scale = 255 / (contrast[1] - contrast[0]);
-    const gray = Uint8Array.from(samples.indices, (index) =>
-      Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
-    );
-    const packId = (/** @type {number} */ id) =>
-      id === 0 || hiddenFlags?.[id] ? 0 : (((colorIndices?.[id] ?? getColorIndex(id)) << 24) | id) >>> 0;
-    const ids = Uint32Array.from(samples.indices, (index) => (labels ? packId(labels.data[index]) : 0));
-    const mask = Uint8Array.from(ids, (id) => (id ? 255 : 0));
-    loadTexture(gl, 0, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);
-    loadTexture(gl, 1, samples.shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, mask, gl.LINEAR);
-    loadTexture(gl, 2, samples.shape, gl.R32UI, gl.RED_INTEGER, gl.UNSIGNED_INT, ids, gl.NEAREST);
+  /** @returns {boolean} whether there was something to draw */
+  #drawNow() {
+    const { gl, program, canvas, camera } = this;
+    const { image, voxelSize, selectedId } = this.scene.state;
+    const { clientWidth: width, clientHeight: height } = canvas;
+    if (!gl || !program || image === null || width === 0) return false;
+    camera.setExtents([2, 1, 0].map((axis) => image.shape[axis] * voxelSize[axis]));
+    this.#updateTextures(gl);
+    canvas.width = width;
+    canvas.height = height;
+    gl.viewport(0, 0, width, height);
+    gl.useProgram(program);
+    const getLocation = (/** @type {string} */ name) => gl.getUniformLocation(program, name);
+    for (const [unit, name] of ["gray", "mask", "ids", "colors"].entries()) gl.uniform1i(getLocation(name), unit);
+    const { low, high } = camera.limits;
+    const visibleSize = camera.getWindow(width, height);
+    gl.uniform2fv(getLocation("window"), visibleSize);
+    gl.uniform1f(getLocation("lineWidth"), (LINE_PIXELS * 2 * visibleSize[0]) / width);
+    for (const [name, value] of Object.entries({ box: camera.box, low, high })) gl.uniform3fv(getLocation(name), value);
+    gl.uniform1i(getLocation("showObjects"), Number(this.showsObjects));
+    gl.uniform1ui(getLocation("selectedId"), selectedId);
+    gl.uniformMatrix3fv(getLocation("rotation"), false, camera.directions.flat());
+    gl.drawArrays(gl.TRIANGLES, 0, 3);
+    return true;
+  }
+
+  /** Load the displayed volumes into textures, unless the textures are up to date. @param {WebGL2RenderingContext} gl */
+  #updateTextures(gl) {
+    const { image, labels, hiddenFlags, colorIndices, contrast } = this.scene.state;
+    if (image === null) return;
+    /** @type {{indices: Uint32Array, shape: Triple} | undefined} */
+    let cachedSamples;
+    const getSamples = () => (cachedSamples ??= computeSampleIndices(image.shape));
+    this.#updateTexture("gray", [image, ...contrast], () => {
+      const { indices, shape } = getSamples();
+      const scale = 255 / (contrast[1] - contrast[0]);
+      const gray = Uint8Array.from(indices, (index) =>
+        Math.max(0, Math.min(255, (image.data[index] - contrast[0]) * scale)),
+      );
+      loadTexture(gl, 0, shape, gl.R8, gl.RED, gl.UNSIGNED_BYTE, gray, gl.LINEAR);
+    });
+    this.#updateTexture("ids", [image, labels], () => {
+      const { indices, shape } = getSamples();
+      this.ids = labels ? Uint32Array.from(indices, (index) => labels.data[index]) : new Uint32Array(indices.length);
+      loadTexture(gl, 2, shape, gl.R32UI, gl.RED_INTEGER, gl.UNSIGNED_INT, this.ids, gl.NEAREST);
+    });
+    this.#updateTexture("mask", [image, labels, hiddenFlags, colorIndices], () => {
+      const colors = createColors(this.ids, hiddenFlags, colorIndices);
+      loadColors(gl, colors);
+      const { ids } = this;
+      const mask = new Uint8Array(ids.length);
+      for (let index = 0; index < ids.length; index += 1) mask[index] = colors[ids[index]] >>> 24;
+      loadTexture(gl, 1, getSampledShape(image.shape), gl.R8, gl.RED, gl.UNSIGNED_BYTE, mask, gl.LINEAR);
+    });
+  }
+
+  /** Create a texture if a value has changed. @param {string} name @param {unknown[]} inputs values from which the texture is created @param {() => void} create */
+  #updateTexture(name, inputs, create) {
+    const previousInputs = this.textureInputs.get(name);
+    if (previousInputs && inputs.every((value, index) => value === previousInputs[index])) return;
+    this.textureInputs.set(name, inputs);
+    create();
   }
 }
 
-/** Return the indices of every n-th voxel along each axis, with the smallest n for which at most `MAX_TEXTURE_VOXELS` remain. @param {Triple} shape */
-function computeSampleIndices(shape) {
+/** Return the color of each id as ABGR pixels in rows of `COLORS_PER_ROW`. Hidden objects and the background are transparent. @param {Uint32Array} ids @param {Uint8Array | null} hiddenFlags @param {Uint8Array | null} colorIndices */
+function createColors(ids, hiddenFlags, colorIndices) {
+  let maxId = 0;
+  for (let index = 0; index < ids.length; index += 1) if (ids[index] > maxId) maxId = ids[index];
+  const colors = new Uint32Array(COLORS_PER_ROW * (Math.floor(maxId / COLORS_PER_ROW) + 1));
+  for (let id = 1; id <= maxId; id += 1)
+    if (!hiddenFlags?.[id]) colors[id] = COLORS[colorIndices?.[id] ?? getColorIndex(id)];
+  return colors;
+}
+
+/** Load the colors of the ids into a texture. @param {WebGL2RenderingContext} gl @param {Uint32Array} colors */
+function loadColors(gl, colors) {
+  gl.activeTexture(gl.TEXTURE3);
+  const pixels = new Uint8Array(colors.buffer);
+  const height = colors.length / COLORS_PER_ROW;
+  gl.texImage2D(gl.TEXTURE_2D, 0, gl.RGBA8, COLORS_PER_ROW, height, 0, gl.RGBA, gl.UNSIGNED_BYTE, pixels);
+}
+
+/** @param {Triple} shape @param {number} step @returns {Triple} */
+function divideShape(shape, step) {
+  return [Math.ceil(shape[0] / step), Math.ceil(shape[1] / step), Math.ceil(shape[2] / step)];
+}
+
+/** @param {Triple} shape @returns {number} the smallest step along each axis with which a volume fits in a texture */
+function chooseTextureStep(shape) {
   let step = 1;
-  const getLengths = () => shape.map((length) => Math.ceil(length / step));
-  while (getLengths().reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
-  const [depth, height, width] = getLengths();
+  while (divideShape(shape, step).reduce((product, length) => product * length, 1) > MAX_TEXTURE_VOXELS) step += 1;
+  return step;
+}
+
+/** @param {Triple} shape @returns {Triple} the shape of the texture of a volume */
+function getSampledShape(shape) {
+  return divideShape(shape, chooseTextureStep(shape));
+}
+
+/** Return the indices of every n-th voxel along each axis, with the smallest n with which the volume fits in a texture. @param {Triple} shape */
+function computeSampleIndices(shape) {
+  const step = chooseTextureStep(shape);
+  const sampledShape = divideShape(shape, step);
+  const [depth, height, width] = sampledShape;
   const indices = new Uint32Array(depth * height * width);
   let count = 0;
   for (let z = 0; z < depth; z += 1) {
@@ -195,7 +238,7 @@ function computeSampleIndices(shape) {
       for (let x = 0; x < width; x += 1) indices[count++] = row + x * step;
     }
   }
-  return { indices, shape: /** @type {Triple} */ ([depth, height, width]) };
+  return { indices, shape: sampledShape };
 }
 
 /**
@@ -214,7 +257,7 @@ function loadTexture(gl, unit, shape, internalFormat, format, type, data, filter
   gl.texImage3D(gl.TEXTURE_3D, 0, internalFormat, shape[2], shape[1], shape[0], 0, format, type, data);
 }
 
-/** Create the program, a triangle that covers the canvas, and the palette texture. @param {WebGL2RenderingContext} gl */
+/** Create the program, a triangle that covers the canvas, and the texture for the colors of the objects. @param {WebGL2RenderingContext} gl */
 function createProgram(gl) {
   const program = gl.createProgram();
   for (const [kind, source] of /** @type {[number, string][]} */ ([
@@ -237,6 +280,5 @@ function createProgram(gl) {
   gl.activeTexture(gl.TEXTURE3);
   gl.bindTexture(gl.TEXTURE_2D, gl.createTexture());
   for (const kind of [gl.TEXTURE_MIN_FILTER, gl.TEXTURE_MAG_FILTER]) gl.texParameteri(gl.TEXTURE_2D, kind, gl.NEAREST);
-  gl.texImage2D(gl.TEXTURE_2D, 0, gl.RGBA8, 256, 1, 0, gl.RGBA, gl.UNSIGNED_BYTE, new Uint8Array(COLORS.buffer));
   return program;
 }

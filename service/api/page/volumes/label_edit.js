@@ -244,6 +244,16 @@ export class LabelEditor {
     return this.edits.at(-1)?.sketch ?? null;
   }
 
+  /** @returns {Set<number>} ids of the objects that corrections have changed */
+  listEditedIds() {
+    /** @type {Set<number>} */
+    const ids = new Set();
+    for (const { runs } of this.edits)
+      for (let runOffset = 0; runOffset < runs.length; runOffset += 4)
+        for (const id of runs.subarray(runOffset + 2, runOffset + 4)) ids.add(id);
+    return ids;
+  }
+
   /** @returns {Map<EditKind, number>} the number of corrections of each kind */
   countByKind() {
     /** @type {Map<EditKind, number>} */

@@ -79,13 +79,14 @@ function forEachRun({ data, shape }, visit) {
   }
 }
 
-/** Encode a table as CSV with a header line, in the format of the service. @param {Table} table @returns {string} */
-export function encodeCsv({ columns, length, unit }) {
+/** Encode a table as CSV with a header line, in the format of the service. @param {Table} table @param {Iterable<number>} [rows] rows to encode, all by default @returns {string} */
+export function encodeCsv({ columns, length, unit }, rows = Array(length).keys()) {
   const names = [...columns.keys()];
-  const lines = Array.from({ length }, (_, row) => {
+  const lines = Array.from(rows, (row) => {
     const cells = names.map((name) => {
       const value = columns.get(name)?.[row] ?? 0;
       if (name === "touching_border") return value ? "True" : "False";
+      if (Number.isNaN(value)) return "";
       return String(Number(value.toPrecision(9)));
     });
     return [...cells, unit].join(",");

@@ -29,19 +29,64 @@ export function getColumn(table, name) {
 /** @param {Table} table @returns {boolean} whether the confidences are probabilities that the objects are right, and not mean probabilities of voxels */
 export function hasCalibratedConfidence(table) {
   const means = getColumn(table, "mean_probability");
-  return getColumn(table, "confidence").some((confidence, row) => confidence !== means[row]);
+  return getColumn(table, "confidence").some(
+    (confidence, row) => confidence !== means[row] && !Number.isNaN(confidence),
+  );
+}
+
+/** @param {Table} table @returns {string | null} the column with the confidence of the objects, null if the model does not report one */
+export function getConfidenceColumn(table) {
+  const column = hasCalibratedConfidence(table) ? "confidence" : "mean_probability";
+  return table.columns.has(column) ? column : null;
+}
+
+/**
+ * Return the column with the mean intensity of the objects in the segmented channel.
+ * @param {Table} table @param {number} channel index of the segmented channel, -1 if unknown @returns {string | null} the column of the first channel if the segmented channel is unknown, null if intensities were not measured
+ */
+export function getIntensityColumn(table, channel) {
+  const names = [...table.columns.keys()].filter((name) => name.startsWith("intensity_mean"));
+  return names.find((name) => name === `intensity_mean-${channel}`) ?? names[0] ?? null;
+}
+
+/**
+ * Add the confidence of the objects that were not corrected to a table of corrected objects, and name the intensities
+ * after the segmented channel.
+ * @param {Table} correctedTable @param {Table} originalTable @param {Set<number>} editedIds objects that were corrected, whose confidence is unknown
+ * @param {number} channel index of the segmented channel, -1 if unknown @returns {Table}
+ */
+export function completeCorrectedTable(correctedTable, originalTable, editedIds, channel) {
+  const columns = new Map(correctedTable.columns);
+  const suffix = getIntensityColumn(originalTable, channel)?.slice("intensity_mean".length) ?? "";
+  for (const name of suffix ? ["intensity_mean", "intensity_max"] : []) {
+    const values = columns.get(name);
+    columns.delete(name);
+    if (values) columns.set(name + suffix, values);
+  }
+  const labels = getColumn(correctedTable, "label");
+  const rowByLabel = new Map([...getColumn(originalTable, "label")].map((label, row) => [label, row]));
+  for (const name of ["mean_probability", "confidence"]) {
+    const values = originalTable.columns.get(name);
+    if (!values) continue;
+    const getValue = (/** @type {number} */ label) =>
+      editedIds.has(label) ? Number.NaN : (values[rowByLabel.get(label) ?? -1] ?? Number.NaN);
+    columns.set(name, labels.map(getValue));
+  }
+  return { ...correctedTable, columns };
 }
 
 /**
  * Return the indices of the rows within all limits, sorted by a column.
  * @param {Table} table @param {string} sortColumn @param {boolean} isDescending
- * @param {Map<string, [number, number]>} limits smallest and largest value by column
+ * @param {Map<string, [number, number]>} limits smallest and largest value by column; rows without a value are within the limits
  */
 export function filterRows(table, sortColumn, isDescending, limits) {
   const rows = [];
-  const columnLimits = [...limits].map(([name, [low, high]]) => ({ values: getColumn(table, name), low, high }));
+  const columnLimits = [...limits]
+    .filter(([name]) => table.columns.has(name))
+    .map(([name, [low, high]]) => ({ values: getColumn(table, name), low, high }));
   for (let row = 0; row < table.length; row += 1) {
-    if (columnLimits.every(({ values, low, high }) => values[row] >= low && values[row] <= high)) rows.push(row);
+    if (!columnLimits.some(({ values, low, high }) => values[row] < low || values[row] > high)) rows.push(row);
   }
   const sortValues = getColumn(table, sortColumn);
   const sign = isDescending ? -1 : 1;

@@ -1,0 +1,51 @@
+"""Messages of the service in the terms of the web UI."""
+
+from __future__ import annotations
+
+import re
+
+from browsing import OpenPage
+from live import LiveServer
+
+from service.core.errors import UnsupportedMedia
+from service.formats.tiff import unsupported_formats
+
+TRANSLATE = """async texts => {
+  const { toPageTerms } = await import("/page/core/terminology.js");
+  return texts.map(toPageTerms);
+}"""
+
+
+def test_advice_about_files_names_menu_items_instead_of_commands(fake: LiveServer, open_page: OpenPage) -> None:
+    formats = (*unsupported_formats._FORMATS, unsupported_formats._OTHER_HDF5)
+    commands = re.compile(r"pip install|import \w|bfconvert|\w+\(|unzip|unxz|unzstd|tar -|`")
+    messages = [f"The file has the format {name}, which is not supported. {advice}" for name, _, advice in formats]
+    assert sum(commands.search(message) is not None for message in messages) > 10
+    for message, text in zip(messages, open_page(fake).evaluate(TRANSLATE, messages), strict=True):
+        assert commands.search(text) is None, text
+        assert text.startswith(message.split(". ")[0])
+        assert "Fiji" in text or commands.search(message) is None or "napari" in text or "file manager" in text
+
+
+def test_missing_libraries_are_the_task_of_the_operator(fake: LiveServer, open_page: OpenPage) -> None:
+    message = (
+        f"The file has the format CZI, which this installation cannot read. {unsupported_formats.FIJI_ADVICE} Or"
+        " install the libraries for this format where StackSeg runs: pip install 'stackseg[vendor]'."
+    )
+    (text,) = open_page(fake).evaluate(TRANSLATE, [str(UnsupportedMedia(message))])
+    assert text.endswith("Or ask the operator of this service to install the libraries for this format.")
+    assert "Bio-Formats" in text
+
+
+def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, open_page: OpenPage) -> None:
+    messages = {
+        "The stack has 48 x 192 x 160 voxels.": "The stack has 160 × 192 × 48 voxels.",
+        "Its dimensions are 3 x 12 x 64 x 80 (QQYX).": "Its dimensions are 3 x 12 x 64 x 80 (QQYX).",
+        "Time points 0, 4, 11 and 2 more: a note": "Time points 1, 5, 12 and 2 more: a note",
+        "Time point 3: cannot be read. Set time=0:3.": "Time point 4: cannot be read. Set “Time point: 1 to 3”.",
+        "The file has 12 time points. Choose one with time=0 to time=11, or all with time=all.": (
+            "The file has 12 time points. Choose one with “Time point: 1” to “Time point: 12”, or all with “Time point:"
+            " all”."
+        ),
+    }
+    assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())
