@@ -13,6 +13,7 @@ import torch
 import yaml
 from bands import BANDS, Phantom, load_bands, make_phantom
 from model_files import copy_model
+from reader_processes import share_reader_processes
 from safetensors.torch import save_file
 from torch import nn
 
@@ -60,6 +61,12 @@ def _isolated_user_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_reader_processes() -> Iterator[None]:
+    with share_reader_processes():
         yield
 
 

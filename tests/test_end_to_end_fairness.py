@@ -111,7 +111,7 @@ def test_jobs_wait_for_scratch_space_before_decoding(bands_repository: Path) -> 
     bomb = make_bomb(10, (2048, 2048))
     limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
     with serve(eager_settings(bands_repository, limits=limits)) as live:
-        jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(3)]
+        jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(2)]
         wait_until(lambda: is_decoding(live))
         assert live.runtime.scratch_space.used_bytes <= limits["scratch_bytes"] // 2
         for job in jobs:

@@ -28,6 +28,8 @@ from service.api.access.keys import hash_key
 SCRIPT = ROOT / "clients" / "fiji" / "StackSeg_.groovy"
 JARS_FOLDER = Path(os.environ.get("OTHER_READERS", "/usr/share/java"))
 JARS = [JARS_FOLDER / "ij.jar", JARS_FOLDER / "groovy-all.jar"]
+# Programs that run briefly are not worth optimizing, and do not need several threads that collect garbage.
+FAST_START = ["-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC"]
 KEY = "ann"
 # Presses Esc as soon as the service has a running job, and runs the script.
 ESCAPE_PROGRAM = """
@@ -67,7 +69,8 @@ def stack() -> NDArray[np.uint16]:
 
 def run_groovy(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     classpath = os.pathsep.join(map(str, JARS))
-    command = ["java", "-Djava.awt.headless=true", "-Dfile.encoding=US-ASCII", "-cp", classpath, "groovy.ui.GroovyMain"]
+    command = ["java", *FAST_START, "-Djava.awt.headless=true", "-Dfile.encoding=US-ASCII", "-cp", classpath]
+    command.append("groovy.ui.GroovyMain")
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, check=False)
 
 

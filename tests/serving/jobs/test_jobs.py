@@ -203,6 +203,7 @@ def test_service_with_a_damaged_database_is_not_ready(service: Service, tmp_path
     wait_until(lambda: "job database" in service.client.get("/health/ready").text)
 
 
+@pytest.mark.thorough
 def test_no_job_is_lost_or_corrupted_when_the_server_is_killed() -> None:
     """Run `benchmarks/chaos.py` briefly with restarts only. It exits with status 1 if a guarantee is violated."""
     command = [sys.executable, chaos.__file__, "--minutes", "0.2", "--seed", "3", "--faults", "restart"]
