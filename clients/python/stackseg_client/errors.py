@@ -152,6 +152,10 @@ class UnknownStack(NotFound, slug="unknown-stack"):
     """There is no such uploaded stack."""
 
 
+class UnknownProject(NotFound, slug="unknown-project"):
+    """There is no project with this id, or it belongs to another API key."""
+
+
 class Unauthorized(RequestError, slug="unauthorized"):
     """The API key is missing, unknown, or not allowed to make this request."""
 

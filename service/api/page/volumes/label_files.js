@@ -33,8 +33,8 @@ export function gzip(blob) {
   return new Response(blob.stream().pipeThrough(new CompressionStream("gzip"))).blob();
 }
 
-// XML namespace. It is joined from parts, because no module of the web UI may contain the URL of another host.
-const OME_NAMESPACE = ["http:/", "www.openmicroscopy.org", "Schemas", "OME", "2016-06"].join("/");
+// XML namespace, from which nothing is loaded.
+const OME_NAMESPACE = "http://www.openmicroscopy.org/Schemas/OME/2016-06";
 /** TIFF field types: strings, 16-bit unsigned integers, and 32-bit unsigned integers. */
 const TYPE_ASCII = 2;
 const TYPE_SHORT = 3;
