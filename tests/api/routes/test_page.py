@@ -6,7 +6,6 @@ from urllib.parse import urljoin
 
 from job_service import Service
 
-
 # Names of XML vocabularies, from which nothing is loaded.
 XML_NAMESPACES = ("http://www.w3.org/2000/svg", "http://www.openmicroscopy.org/Schemas/OME/2016-06")
 
