@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from service.core.errors import BrokenModel
 from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
-from service.models.spec_parts import MONAI_TILING, Instances
+from service.models.spec_parts import MONAI_TILING, Instances, Tiling
 
 
 def test_spec_contains_the_keys_of_the_file(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ STAR_CONVEX: dict[str, Any] = {
 
 def test_scores_of_star_convex_models_may_be_coarser_than_voxels(tmp_path: Path) -> None:
     spec = read_spec(write_folder(tmp_path / "coarse", INSTANCES | STAR_CONVEX))
-    assert spec.tiling == ("stardist", spec.input.roi_multiple or (1, 2, 2), (1, 2, 2))
+    assert spec.tiling == Tiling("stardist", spec.input.roi_multiple or (1, 2, 2), (1, 2, 2))
     assert (spec.has_objects, spec.probability_outputs) == (True, ("probability",))
     other = read_spec(write_folder(tmp_path / "fine", INSTANCES))
     assert other.tiling == MONAI_TILING

@@ -170,7 +170,7 @@ def test_reader_recovers_after_a_server_error(server: ObjectServer, reader: Read
 
 
 def test_store_of_20_gb_is_described_from_two_objects(server: ObjectServer, reader: Reader) -> None:
-    path = write_zarr(server.folder / "data" / "big.zarr", np.ones((4, 64, 64), np.uint16), chunks=(4, 64, 64))
+    path = write_zarr(server.folder / "data" / "big.zarr", np.ones((8, 64, 64), np.uint16), chunks=(8, 64, 64))
     array_metadata = json.loads((path / "0" / "zarr.json").read_text()) | {"shape": [1024, 3200, 3200]}
     (path / "0" / "zarr.json").write_text(json.dumps(array_metadata))
     server.requested_paths.clear()

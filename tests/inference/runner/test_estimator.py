@@ -136,7 +136,7 @@ def test_estimate_needs_only_shape_and_voxel_size(bands):
 
 def test_channel_error_lists_the_channels_before_pixels_are_read(bands):
     stored = ((3, 32, 64, 64), "uint16", None, "not stated", ("DAPI", "", "Cy5"), 1)
-    with pytest.raises(BadParameter, match=r"the volume has 3: 0 \(DAPI\), 1, 2 \(Cy5\). Use"):
+    with pytest.raises(BadParameter, match=r"the volume has 3 channels: 0 \(DAPI\), 1, 2 \(Cy5\). Use"):
         Estimator(bands, SETTINGS).estimate(Description("TIFF", "CZYX", (3, 32, 64, 64), *stored), Options())
 
 

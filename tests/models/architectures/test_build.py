@@ -30,6 +30,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     | {"filters": [4, 8, 8]},
     "SegResNet": CHANNELS | {"spatial_dims": 3, "init_filters": 8},
     "CellposeNet": {"in_channels": 3, "features": [4, 8, 8]},
+    "CellposeSam": {"patch_size": 8, "num_tokens": 4, "features": 8, "head_features": 4, "hidden_features": 8}
+    | {"neck_features": 4, "table_lengths": [3, 7]},
     "StarDistUNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4},
     "StarDistResNet": {"in_channels": 2, "n_rays": 2, "n_filter_base": 4, "net_conv": 4, "n_blocks": 2},
     "AttentionUnet": CHANNELS | {"spatial_dims": 3, "channels": [4, 8], "strides": [2]},
@@ -55,7 +57,7 @@ def test_architecture_preserves_the_shape_and_its_parameters_are_counted(name: s
         depth = {"SwinUNETR": 64, "FlexibleUNet": 32}.get(name, 16)
         scores = network(torch.rand(2, 2, depth, 32, 32))
     # The flow of Cellpose has three components.
-    assert scores.shape == (2, 4 if name == "CellposeNet" else 3, depth, 32, 32)
+    assert scores.shape == (2, 4 if name.startswith("Cellpose") else 3, depth, 32, 32)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     assert count_tensor_elements(architecture) == sum(tensor.numel() for tensor in network.state_dict().values()) > 0
 
