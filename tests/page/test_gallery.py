@@ -109,7 +109,7 @@ def test_failed_trial_does_not_stop_the_others_and_a_trial_can_be_canceled(
         expect(page.get_by_role("dialog").get_by_role("status")).to_contain_text("1 model cannot segment it")
         page.get_by_role("dialog").get_by_role("button", name="Close").click()
         page.get_by_role("button", name="New stack").click()
-        page.get_by_role("button", name="Models").click()
+        page.get_by_role("button", name="Models", exact=True).click()
         expect(page.get_by_role("dialog")).to_contain_text("Open a stack to try the models on it.")
 
 
