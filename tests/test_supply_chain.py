@@ -129,14 +129,17 @@ def test_install_selects_the_cpu_build_of_torch_if_it_is_available(tmp_path: Pat
 
 UV = """#!/bin/sh
 while [ $# -gt 0 ]; do
-  case $1 in --output-file) output=$2 ;; esac
+  case $1 in
+    --output-file) output=$2 ;;
+    # The writer of a pipe must not fail because nobody reads the packages.
+    -) packages=$(cat) ;;
+  esac
   shift
 done
 if [ -n "${output:-}" ]; then
   printf '%s \\\\\\n    --hash=sha256:%s\\n' 'a==1 ; python_full_version < "3.12"' A torch==2 CUDA >"$output"
 else
-  read -r pin
-  printf '%s \\\\\\n    --hash=sha256:X86 \\\\\\n    --hash=sha256:ARM\\n' "$pin"
+  printf '%s \\\\\\n    --hash=sha256:X86 \\\\\\n    --hash=sha256:ARM\\n' "$packages"
 fi
 """
 
