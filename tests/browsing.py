@@ -31,6 +31,12 @@ TURN_WHEEL = """async turn => {
 OpenPage = Callable[..., Page]
 
 
+def read_measurement(name: str) -> str:
+    """Return an expression that measures corrections of many objects with a script in tests/page."""
+    script, boxes = ((Path(__file__).parent / "page" / file).read_text("utf-8") for file in (name, "labeled_boxes.js"))
+    return f"({script})({boxes})"
+
+
 def choose_file(page: Page, content: bytes, name: str = "cells.tif") -> None:
     page.set_input_files("#file", {"name": name, "mimeType": "image/tiff", "buffer": content})
 

@@ -1,19 +1,11 @@
 // Measures the frames of a stroke and of undo in the views of a stack of 64 x 512 x 512 voxels with 2,000 objects. Returns
 // medians in milliseconds, which include changing the labels and drawing all views.
-async () => {
+async createLabels => {
   const { Viewer } = await import("/page/viewer/viewer.js");
   const { CorrectView } = await import("/page/correct/correct_view.js");
   const shape = [64, 512, 512];
   const createVolume = data => ({ data, shape, step: [1, 1, 1], fullShape: shape });
-  const labels = new Uint16Array(64 * 512 * 512);
-  let id = 0;
-  for (let z = 0; z < 64; z += 16)
-    for (let y = 0; y < 484; y += 22)
-      for (let x = 0; x < 484; x += 22) {
-        id += 1;
-        for (let w = z; w < z + 15; w++)
-          for (let v = y; v < y + 20; v++) labels.fill(id, (w * 512 + v) * 512 + x, (w * 512 + v) * 512 + x + 20);
-      }
+  const labels = createLabels();
   document.getElementById("start").hidden = true;
   document.getElementById("work").hidden = false;
   const waitForFrame = () => new Promise(done => requestAnimationFrame(done));

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +17,13 @@ from browsing import (
     find_crosshair,
     go_to,
     open_correct_tab,
+    read_measurement,
 )
 from live import LabelTiff, LiveServer, as_tiff
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
-MEASURE_STROKES = (Path(__file__).parent / "stroke_speed.js").read_text(encoding="utf-8")
+MEASURE_STROKES = read_measurement("stroke_speed.js")
 MAX_FRAME_MILLISECONDS = 16
 # Two voxels that are far enough apart for strokes with the initial size of the brush.
 FIRST, SECOND = (8, 30, 30), (8, 60, 50)

@@ -21,6 +21,7 @@ from browsing import (
     find_crosshair,
     go_to,
     open_correct_tab,
+    read_measurement,
 )
 from live import LabelTiff, LiveServer, as_tiff
 from numpy.lib.stride_tricks import sliding_window_view
@@ -34,7 +35,7 @@ from service.core.types import Segmentation, Volume
 from service.inference.measurements import measure_objects
 
 CHECK_PROPERTIES = (Path(__file__).parent / "label_properties.js").read_text(encoding="utf-8")
-MEASURE_SPEED = (Path(__file__).parent / "label_speed.js").read_text(encoding="utf-8")
+MEASURE_SPEED = read_measurement("label_speed.js")
 # Maximum duration of one correction.
 MAX_CORRECTION_MILLISECONDS = 100
 

@@ -97,7 +97,7 @@ class ObjectCounts(NamedTuple):
 def rate_partition(f1: float, voi: float | None) -> float | None:
     """Rate a partition of a volume into objects: F1 score minus the variation of information, if this is known.
 
-    Near its minimum, the variation of information hardly depends on the decoding, whereas objects get lost or split.
+    Near its minimum, the variation of information depends little on the decoding, whereas objects get lost or split.
     """
     return None if voi is None else f1 - voi
 

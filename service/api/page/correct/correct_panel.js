@@ -52,7 +52,7 @@ export class CorrectPanel {
     this.actions = actions;
     this.capabilities = capabilities;
     this.isAnnotation = isAnnotation;
-    /** What the user makes: changes of an annotation, or corrections of a result. */
+    /** Results of the user's work: changes of an annotation, or corrections of a result. */
     this.noun = isAnnotation ? "change" : "correction";
     /** The tools that the buttons control, or null if no labels are being corrected. @type {EditTools | null} */
     this.tools = null;

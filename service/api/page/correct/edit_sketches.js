@@ -86,7 +86,7 @@ export class EditSketches {
     context.restore();
   }
 
-  /** Darken what is outside a box. @param {SliceView} view @param {CanvasRenderingContext2D} context @param {import("../volumes/annotated_region.js").Box} box */
+  /** Darken everything outside a box. @param {SliceView} view @param {CanvasRenderingContext2D} context @param {import("../volumes/annotated_region.js").Box} box */
   #drawBox(view, context, { low, high }) {
     const { left, top, scaleX, scaleY } = view.getPlacement();
     const [downAxis, rightAxis] = IN_PLANE_AXES[view.axis];

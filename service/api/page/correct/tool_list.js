@@ -42,13 +42,13 @@ export const TOOLS = [
   },
 ];
 
-/** Tool that draws the box in which every object is labeled. It has a button of its own. */
+/** Tool that draws the box in which every object is labeled. It has a separate button. */
 export const BOX_TOOL = {
   name: /** @type {const} */ ("box"),
   hint: "Drag a rectangle in any view. To change the box, drag one of its edges in any view.",
 };
 
-/** Tool that accepts suggested objects. It has a button of its own. */
+/** Tool that accepts suggested objects. It has a separate button. */
 export const ACCEPT_TOOL = {
   name: /** @type {const} */ ("accept"),
   hint: "Click a gray outline to accept the suggested object. To reject an accepted object, undo or delete it.",

@@ -1,4 +1,4 @@
-/** Description of a model: its picture, what it is for, its licence, and whom to cite. */
+/** Description of a model: picture, purpose, training data, licence and citations. */
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";

@@ -1,4 +1,4 @@
-/** Trials of models on a part of a stack. Each model is run with an ordinary request, so that its result is what it would give for this part. */
+/** Trials of models on a part of a stack. Each model is run with an ordinary request, so that the result is the same as that of a request for this part. */
 
 import { buildQuery, request, uploadStack } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";

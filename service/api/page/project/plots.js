@@ -3,7 +3,7 @@
 import { formatNumber } from "../core/format.js";
 
 /** @typedef {import("./statistics.js").Summary} Summary */
-/** @typedef {{bar: number | null, box: Summary | null, dots: number[], median: number | null}} Cell what is drawn for one row of a panel; median: the number at its right */
+/** @typedef {{bar: number | null, box: Summary | null, dots: number[], median: number | null}} Cell values of one row of a panel; median: the number at its right */
 /** @typedef {{label: string, group: number, isGroup: boolean, cells: Cell[]}} Row group: index of the group, for its color */
 /** @typedef {{title: string, startsAtZero: boolean, minStep: number}} Panel minStep: smallest distance of the ticks */
 

@@ -17,7 +17,7 @@ import { summarize } from "./statistics.js";
 const KIND_TITLES = { job: "Results", annotation: "Annotated stacks", model: "Models" };
 const COLUMN_TITLES = ["", "Stack", "Group", "Objects", "Median volume", "Median intensity", "Confidence", "Model"];
 
-/** View of a project. Each change is sent to the service at once. */
+/** View of a project. Each change is sent to the service immediately. */
 class ProjectView {
   /** @param {HTMLElement} root @param {Project} project @param {boolean} isTemporary whether the service deletes projects when it stops @param {AbortSignal} signal aborted when another view opens */
   constructor(root, project, isTemporary, signal) {
@@ -260,7 +260,7 @@ function createNameCell({ kind, id, name, available }) {
   return kind === "job" && available ? element("a", { href: `#job=${id}` }, name) : name;
 }
 
-/** Describe what the deletion of a project means for its members. @param {Project} project */
+/** Describe the effect of deleting a project on its members. @param {Project} project */
 function describeDeletion({ name, members }) {
   const results = members.filter(({ kind, available }) => kind === "job" && available);
   const expired = results.filter(({ expires }) => Date.parse(expires ?? "") <= Date.now());

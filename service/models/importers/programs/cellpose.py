@@ -54,7 +54,7 @@ DEFAULT_NOTE = (
 
 
 class _Network(NamedTuple):
-    """What is known of a network: its architecture, its tiles, and object diameters in voxels."""
+    """Description of a network: architecture, tiles, and object diameters in voxels."""
 
     program: str
     architecture: dict[str, Any]

@@ -11,7 +11,7 @@ CHUNK_BYTES = 2**20
 MAX_NAME_CHARS = 100
 # Files of at least this size get headers with 64-bit sizes (ZIP64).
 LARGE_FILE_BYTES = 2**30
-# Suffixes of files that are not compressed: they are compressed already, or they are weights, which hardly compress.
+# Suffixes of files that are not compressed: they are already compressed, or they are weights, which compress poorly.
 UNCOMPRESSED_SUFFIXES = (".tif", ".safetensors")
 # Characters that a file name cannot contain on some operating system, and control characters.
 _UNSAFE_CHARACTERS = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]')
