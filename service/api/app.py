@@ -167,12 +167,13 @@ def _make_agent_server(settings: Settings) -> AgentServer | None:
     """
     if not settings.server.mcp:
         return None
-    if find_spec("mcp") is None:
+    try:
+        server: AgentServer = import_module("service.api.agents.server").AgentServer()
+    except ModuleNotFoundError as error:
         raise ConfigError(
-            "server.mcp is true, but the extra mcp is not installed. Install it with pip install 'stackseg[mcp]', or"
-            " set server.mcp to false."
-        )
-    server: AgentServer = import_module("service.api.agents.server").AgentServer()
+            f"server.mcp is true, but the extra mcp is not installed, or not completely ({error}). Install it with pip"
+            " install 'stackseg[mcp]', or set server.mcp to false."
+        ) from error
     return server
 
 

@@ -7,6 +7,7 @@ from stackseg_client.errors import ConnectionFailed, ProblemError, StackSegError
 from stackseg_client.folders import FolderItem
 from stackseg_client.operations import Retries
 from stackseg_client.parameters import Parameters
+from stackseg_client.projects import AsyncProject, Project, ProjectMember, ProjectReport
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
 from stackseg_client.results import LowConfidence, Result
 from stackseg_client.service import local
@@ -14,6 +15,7 @@ from stackseg_client.service import local
 __all__ = [
     "AsyncClient",
     "AsyncJob",
+    "AsyncProject",
     "Client",
     "ConnectionFailed",
     "FolderItem",
@@ -24,6 +26,9 @@ __all__ = [
     "Model",
     "Parameters",
     "ProblemError",
+    "Project",
+    "ProjectMember",
+    "ProjectReport",
     "Result",
     "Retries",
     "Stack",

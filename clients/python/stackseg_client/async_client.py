@@ -12,12 +12,13 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import httpx2
 from numpy.typing import NDArray
 
-from stackseg_client import operations
+from stackseg_client import operations, projects
 from stackseg_client.bodies import Body, Source
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, plan_folder
 from stackseg_client.operations import JobFollower, Operation, Retries
 from stackseg_client.parameters import Parameters
+from stackseg_client.projects import AsyncProject
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
 from stackseg_client.results import Result, SavePath
 from stackseg_client.transport import (
@@ -52,9 +53,10 @@ class AsyncClient:
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         retries: Retries = Retries(),  # noqa: B008 - immutable
         trust_env: bool = True,
+        ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
-        self._http = httpx2.AsyncClient(**make_options(url, key, timeout, trust_env=trust_env))
+        self._http = httpx2.AsyncClient(**make_options(url, key, timeout, ca_file, trust_env=trust_env))
 
     async def __aenter__(self) -> Self:
         return self
@@ -151,6 +153,18 @@ class AsyncClient:
     async def delete_stack(self, stack_id: str, /) -> None:
         """Delete an uploaded stack."""
         await self._run(operations.delete_stack(stack_id))
+
+    async def create_project(self, name: str, notes: str = "") -> AsyncProject:
+        """Create a project, which collects the results of one experiment. Its name must be new."""
+        return AsyncProject(self, await self._run(projects.create(name, notes)))
+
+    async def project(self, project_id: str, /) -> AsyncProject:
+        """Return a project by its id. Raises UnknownProject."""
+        return AsyncProject(self, await self._run(projects.get(project_id)))
+
+    async def projects(self) -> list[AsyncProject]:
+        """Return your projects, newest first."""
+        return [AsyncProject(self, report) for report in await self._run(projects.list_all())]
 
     async def models(self) -> list[Model]:
         """Return the models of the server."""

@@ -23,6 +23,7 @@ _HEADER_BYTES = 16
 _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 # Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
 _DTYPE_KINDS = "biuf"
+MAX_ITEM_BYTES = 8
 
 
 class ArrayLike(Protocol):
@@ -34,7 +35,7 @@ class ArrayLike(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-Source = str | os.PathLike[str] | bytes | ArrayLike
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | ArrayLike
 
 
 class Body(Protocol):
@@ -79,36 +80,46 @@ class FileBody:
 class BytesBody:
     """The content of a file in memory."""
 
-    content: bytes
+    content: bytes | bytearray | memoryview
     name: str = ""
 
     @property
     def nbytes(self) -> int:
         """The size of the content."""
-        return len(self.content)
+        return memoryview(self.content).nbytes
 
     def read_blocks(self) -> Iterator[memoryview]:
         """Return views of the content."""
-        yield from _split(memoryview(self.content))
+        yield from _split(memoryview(self.content).cast("B"))
 
 
 class ArrayBody:
     """An array as an uncompressed TIFF, whose pixels are the memory of the array.
 
     Arrays that are not contiguous, have another byte order or are computed on access are converted slab by slab.
-    Raises TypeError if a TIFF cannot store the dtype, and ValueError for an array without planes or voxels.
+    Raises TypeError for other objects and if a TIFF cannot store the dtype, and ValueError for an array without planes
+    or voxels, or with masked voxels.
     """
 
     name = ""
 
     def __init__(self, array: ArrayLike) -> None:
+        if not hasattr(array, "shape"):
+            raise TypeError(
+                f"A stack is the path of a file, the content of a file, or an array, not {type(array).__name__}."
+                " Convert a list with numpy.asarray(), and pass the path of an open file."
+            )
         shape = tuple(map(int, array.shape))
         if len(shape) < 2 or 0 in shape:
             raise ValueError(f"A stack needs at least two dimensions and one voxel, but its shape is {shape}.")
+        if np.ma.is_masked(array):
+            raise ValueError("A TIFF cannot store a mask. Replace the masked voxels, for example with array.filled(0).")
         # Arrays of other libraries, such as PyTorch, have dtypes that NumPy does not know.
         dtype = np.asarray(array[(slice(0, 1),) * len(shape)]).dtype
-        if dtype.kind not in _DTYPE_KINDS:
-            raise TypeError(f"A stack consists of integers or floats, but this array has the dtype {dtype}.")
+        if dtype.kind not in _DTYPE_KINDS or dtype.itemsize > MAX_ITEM_BYTES:
+            raise TypeError(
+                f"A stack consists of integers or floats of up to 64 bits, but this array has the dtype {dtype}."
+            )
         self._array, self._shape = array, shape
         # TIFF stores booleans as bits.
         self._dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("<")
@@ -129,10 +140,10 @@ class ArrayBody:
 
 def make_body(source: Source) -> Body:
     """Return the request body for a path, the bytes of a file, or an array. Raises the errors of `ArrayBody`."""
-    if isinstance(source, bytes):
+    if isinstance(source, bytes | bytearray | memoryview):
         return BytesBody(source)
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
+        path = Path(source).expanduser()
         if path.is_dir():
             raise IsADirectoryError(
                 f"{path} is a folder. Use segment_folder() for a folder of stacks, pass an OME-Zarr as a zip file or"

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
+from multiprocessing.pool import ThreadPool
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import httpx2
 from numpy.typing import NDArray
 
-from stackseg_client import operations
+from stackseg_client import operations, projects
 from stackseg_client.bodies import Source
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, plan_folder
 from stackseg_client.operations import JobFollower, Operation, Retries
 from stackseg_client.parameters import Parameters
+from stackseg_client.projects import Project
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
 from stackseg_client.results import Result, SavePath
 from stackseg_client.transport import (
@@ -40,6 +41,8 @@ class Client:
     timeout    seconds without progress after which a connection is considered lost
     retries    how often a request is repeated if the server is busy or cannot be reached
     trust_env  whether to use the proxies and certificates of the environment
+    ca_file    PEM file with the certificate of the server, or of the authority that has signed it, if the operating
+               system does not trust it
 
     >>> from stackseg_client import Client
     >>> with Client(url) as client:
@@ -56,9 +59,10 @@ class Client:
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
         retries: Retries = Retries(),  # noqa: B008 - immutable
         trust_env: bool = True,
+        ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
-        self._http = httpx2.Client(**make_options(url, key, timeout, trust_env=trust_env))
+        self._http = httpx2.Client(**make_options(url, key, timeout, ca_file, trust_env=trust_env))
 
     def __enter__(self) -> Self:
         return self
@@ -176,7 +180,7 @@ class Client:
 
         >>> for item in client.segment_folder("stacks", "labels", suffix=".npy"):
         ...     print(f"{item.done}/{item.total} {item.path.name}: {item.error or item.result}")
-        1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warnings, path='labels/a_labels.npy'>
+        1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warning, path='labels/a_labels.npy'>
         """
         items = plan_folder(folder, labels_folder, pattern, suffix)
         return self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
@@ -194,6 +198,18 @@ class Client:
     def delete_stack(self, stack_id: str, /) -> None:
         """Delete an uploaded stack."""
         self._run(operations.delete_stack(stack_id))
+
+    def create_project(self, name: str, notes: str = "") -> Project:
+        """Create a project, which collects the results of one experiment. Its name must be new."""
+        return Project(self, self._run(projects.create(name, notes)))
+
+    def project(self, project_id: str, /) -> Project:
+        """Return a project by its id. Raises UnknownProject."""
+        return Project(self, self._run(projects.get(project_id)))
+
+    def projects(self) -> list[Project]:
+        """Return your projects, newest first."""
+        return [Project(self, report) for report in self._run(projects.list_all())]
 
     def models(self) -> list[Model]:
         """Return the models of the server.
@@ -230,13 +246,10 @@ class Client:
                 return replace(item, error=error)
             return replace(item, result=result)
 
-        with ThreadPoolExecutor(concurrency) as executor:
-            futures = [executor.submit(run, item) for item in items]
-            try:
-                for done, future in enumerate(as_completed(futures), 1):
-                    yield replace(future.result(), done=done, total=len(items))
-            finally:
-                executor.shutdown(wait=False, cancel_futures=True)
+        # The threads of this pool do not keep a program alive that ends or is interrupted.
+        with ThreadPool(concurrency) as pool:
+            for done, item in enumerate(pool.imap_unordered(run, items), 1):
+                yield replace(item, done=done, total=len(items))
 
     def _run(self, operation: Operation[T], retries: Retries | None = None) -> T:
         """Perform an operation, and repeat it if the server is busy or cannot be reached."""

@@ -233,6 +233,11 @@ def parse_problem(status: int, headers: Mapping[str, str], content: bytes) -> Pr
     if not isinstance(members, dict) or "type" not in members:
         text = " ".join(content.decode("utf-8", "replace").split())[:MAX_QUOTED_CHARACTERS]
         detail = f"The server, or a proxy in front of it, answered with status {status}: {text or 'no content'}"
+        if status < 400 and "Location" in headers:
+            detail = (
+                f"The server, or a proxy in front of it, redirects to {headers['Location']}. The client does not follow"
+                " redirects. Create it with this address, without the path of the request at its end."
+            )
         members = {"type": "about:blank", "title": f"Status {status}", "detail": detail}
     slug = str(members["type"]).removeprefix(PROBLEM_PREFIX)
     return _CLASSES_BY_SLUG.get(slug, _get_default_class(status))(

@@ -41,7 +41,7 @@ def plan_folder(folder: SavePath, labels_folder: SavePath, pattern: str, suffix:
     Raises ValueError if no stacks are found, if the labels would be in the same folder, or if two stacks would have the
     same file for their labels.
     """
-    source, target = Path(folder), Path(labels_folder)
+    source, target = Path(folder).expanduser(), Path(labels_folder).expanduser()
     if source.resolve() == target.resolve():
         raise ValueError(f"{target} contains the stacks. Choose another folder for the labels.")
     if suffix not in MEDIA_TYPES:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from numpy.typing import NDArray
 
-from stackseg_client.bodies import Body, Source, make_body
+from stackseg_client.bodies import Body, BytesBody, Source, make_body
 from stackseg_client.errors import ConnectionFailed, ProblemError, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (
@@ -151,36 +151,36 @@ def segment(
 
 def inspect(source: Source | None, name: str | None, parameters: Mapping[str, Any]) -> Operation[Inspection]:
     """`POST /inspect`."""
-    return _send_stack("/inspect", source, name, parameters, _receive_json(parse_inspection))
+    return _send_stack("/inspect", source, name, parameters, receive_json(parse_inspection))
 
 
 def submit(
     source: Source | None, name: str | None, key: str | None, parameters: Mapping[str, Any], *, table: bool
 ) -> Operation[JobReport]:
     """`POST /jobs` with an idempotency key, so that a retry does not create a second job."""
-    operation = _send_stack("/jobs", source, name, parameters, _receive_json(parse_job), table=table)
+    operation = _send_stack("/jobs", source, name, parameters, receive_json(parse_job), table=table)
     operation.headers["Idempotency-Key"] = key or str(uuid.uuid4())
     return replace(operation, is_repeatable=True)
 
 
 def upload(source: Source, name: str | None) -> Operation[Stack]:
     """`POST /stacks`."""
-    return _send_stack("/stacks", source, name, {}, _receive_json(parse_stack), is_repeatable=False)
+    return _send_stack("/stacks", source, name, {}, receive_json(parse_stack), is_repeatable=False)
 
 
 def delete_stack(stack_id: str) -> Operation[None]:
     """`DELETE /stacks/{stack}`."""
-    return Operation("DELETE", f"/stacks/{quote(stack_id, safe='')}", _receive_json(_ignore))
+    return Operation("DELETE", f"/stacks/{quote(stack_id, safe='')}", receive_json(_ignore))
 
 
 def list_models() -> Operation[list[Model]]:
     """`GET /models`."""
-    return Operation("GET", "/models", _receive_json(parse_models))
+    return Operation("GET", "/models", receive_json(parse_models))
 
 
 def check_ready() -> Operation[None]:
     """`GET /health/ready`."""
-    return Operation("GET", "/health/ready", _receive_json(_ignore))
+    return Operation("GET", "/health/ready", receive_json(_ignore))
 
 
 def download_sample(model: str) -> Operation[bytes]:
@@ -190,18 +190,18 @@ def download_sample(model: str) -> Operation[bytes]:
 
 def get_job(job_id: str) -> Operation[JobReport]:
     """`GET /jobs/{job}`."""
-    return Operation("GET", _job_path(job_id), _receive_json(parse_job))
+    return Operation("GET", _job_path(job_id), receive_json(parse_job))
 
 
 def list_jobs(limit: int) -> Operation[list[JobReport]]:
     """`GET /jobs`."""
-    receive = _receive_json(lambda raw: [parse_job(report) for report in raw["jobs"]])
+    receive = receive_json(lambda raw: [parse_job(report) for report in raw["jobs"]])
     return Operation("GET", "/jobs", receive, {"limit": str(limit)})
 
 
 def delete_job(job_id: str) -> Operation[None]:
     """`DELETE /jobs/{job}`, which cancels a job or, if it has ended, deletes it."""
-    return Operation("DELETE", _job_path(job_id), _receive_json(_ignore), is_repeatable=False)
+    return Operation("DELETE", _job_path(job_id), receive_json(_ignore), is_repeatable=False)
 
 
 def download_result(job_id: str, save_to: SavePath | None) -> Operation[Result]:
@@ -230,6 +230,8 @@ def _send_stack(
     is_repeatable: bool = True,
 ) -> Operation[T]:
     """Return the operation that sends a stack or, if there is none, selects one on the server."""
+    if "measurements" in parameters:
+        raise TypeError("Pass table=True instead of measurements=.")
     if (source is None) == (parameters.get("input") is None and parameters.get("stack") is None):
         raise TypeError("Pass either a stack, or one of input= and stack=, which select a stack on the server.")
     query, body = encode_parameters({**parameters, "measurements": "zip" if table else None}), None
@@ -245,11 +247,21 @@ def _send_stack(
 
 
 def _receive_result(save_to: SavePath | None) -> Callable[[Mapping[str, str]], Receiver[Result]]:
-    return partial(ResultReceiver, save_to=None if save_to is None else Path(save_to))
+    return partial(ResultReceiver, save_to=None if save_to is None else Path(save_to).expanduser())
 
 
-def _receive_json(parse: Callable[[Any], T]) -> Callable[[Mapping[str, str]], Receiver[T]]:
+def receive_json(parse: Callable[[Any], T]) -> Callable[[Mapping[str, str]], Receiver[T]]:
+    """Return the receiver for a JSON response, which `parse` converts."""
     return lambda _headers: ContentReceiver(lambda content: parse(json.loads(content or b"null")))
+
+
+def send_json(
+    method: str, path: str, document: Mapping[str, Any], parse: Callable[[Any], T], *, is_repeatable: bool = True
+) -> Operation[T]:
+    """Return the operation that sends a JSON document, and receives another one."""
+    body = BytesBody(json.dumps(document).encode())
+    headers = {"Content-Type": "application/json", "Content-Length": str(body.nbytes)}
+    return Operation(method, path, receive_json(parse), {}, headers, body, is_repeatable)
 
 
 def _ignore(_raw: Any) -> None:

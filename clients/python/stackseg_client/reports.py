@@ -1,4 +1,7 @@
-"""Descriptions of files, jobs and models. `raw` has all members of the server's JSON."""
+"""Descriptions of files, jobs and models. `raw` has all members of the server's JSON.
+
+Members that other versions of the server add are only in `raw`. Optional members may be missing in older versions.
+"""
 
 from __future__ import annotations
 
@@ -137,9 +140,12 @@ class EventParser:
         self._rest = b""
 
     def feed(self, block: bytes) -> list[JobReport]:
-        """Return the reports of all events that this block completes."""
+        """Return the reports of all events that this block completes. Raises InvalidResponse."""
         *lines, self._rest = (self._rest + block).split(b"\n")
-        return [parse_job(json.loads(line[5:])) for line in lines if line.startswith(b"data:")]
+        try:
+            return [parse_job(json.loads(line[5:])) for line in lines if line.startswith(b"data:")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidResponse(f"These are not events of a StackSeg server: {block[:200]!r}") from error
 
 
 def parse_planes(content: bytearray, headers: Mapping[str, str]) -> NDArray[Any]:
@@ -150,12 +156,17 @@ def parse_planes(content: bytearray, headers: Mapping[str, str]) -> NDArray[Any]
 
 def parse_job(raw: dict[str, Any]) -> JobReport:
     """Parse the report of a job."""
-    names = ("id", "state", "model", "name", "stage", "position", "seconds_left", "objects", "warnings")
-    progress, problem = raw["progress"], raw["problem"]
+    optional = ("stage", "position", "seconds_left", "objects")
+    progress, problem = raw.get("progress") or {}, raw.get("problem")
     return JobReport(
-        **{name: raw[name] for name in names},
-        done=progress["done"],
-        total=progress["total"],
+        **{name: raw.get(name) for name in optional},
+        id=raw["id"],
+        state=raw["state"],
+        model=raw.get("model", ""),
+        name=raw.get("name", ""),
+        warnings=raw.get("warnings", []),
+        done=progress.get("done", 0),
+        total=progress.get("total", 0),
         problem=problem and problem["detail"],
         raw=raw,
     )
@@ -163,28 +174,35 @@ def parse_job(raw: dict[str, Any]) -> JobReport:
 
 def parse_inspection(raw: dict[str, Any]) -> Inspection:
     """Parse the response of `/inspect`."""
-    file, estimate, size = raw["file"], raw.get("estimate") or {}, raw["file"]["voxel_size"]
+    file, estimate, size = raw["file"], raw.get("estimate") or {}, raw["file"].get("voxel_size")
     return Inspection(
         axes=file["axes"],
         stored_shape=tuple(file["stored_shape"]),
-        shape=tuple(file["shape"]) if file["shape"] else None,
+        shape=tuple(file["shape"]) if file.get("shape") else None,
         dtype=file["dtype"],
         voxel_size=(size["z"], size["y"], size["x"]) if size else None,
-        channels=file["channels"],
-        time_points=file["times"],
-        notes=file["notes"],
+        channels=file.get("channels", []),
+        time_points=file.get("times", 1),
+        notes=file.get("notes", []),
         windows=estimate.get("windows"),
-        seconds=raw["seconds"],
-        problem=raw["problem"] or file["problem"] or None,
+        seconds=raw.get("seconds"),
+        problem=raw.get("problem") or file.get("problem") or None,
         raw=raw,
     )
 
 
 def parse_models(raw: dict[str, Any]) -> list[Model]:
     """Parse the list of models."""
-    names = ("name", "version", "summary", "state", "outputs", "licence", "training_data", "problem")
+    optional = ("version", "summary", "licence", "training_data", "problem")
     return [
-        Model(**{name: model[name] for name in names}, is_default=model["name"] == raw["default"], raw=model)
+        Model(
+            **{name: model.get(name) for name in optional},
+            name=model["name"],
+            state=model["state"],
+            outputs=model.get("outputs", []),
+            is_default=model["name"] == raw.get("default"),
+            raw=model,
+        )
         for model in raw["models"]
     ]
 

@@ -83,7 +83,8 @@ class Result:
 
     def __repr__(self) -> str:
         where = f", path={str(self.path)!r}" if self.path is not None else ""
-        return f"<Result of {self.model}: {self.objects} objects, {len(self.warnings)} warnings{where}>"
+        warnings = f"{len(self.warnings)} warning{'s' if len(self.warnings) != 1 else ''}"
+        return f"<Result of {self.model}: {self.objects} objects, {warnings}{where}>"
 
     @cached_property
     def labels(self) -> NDArray[Any]:
@@ -149,7 +150,7 @@ class ResultReceiver:
         table = None
         if self._media_type == _ZIP:
             content, table_content = self._unpack(content)
-            table = _parse_table(table_content)
+            table = parse_table(table_content)
         if self._save_to is not None and self._part is not None:
             if self._save_to.suffix.lower() == ".npy":
                 with self._replace_part() as path:
@@ -179,7 +180,7 @@ class ResultReceiver:
             table_content = archive.read(_TABLE_FILE)
             with archive.open(_LABELS_FILE) as member, path.open("wb") as file:
                 shutil.copyfileobj(member, file, 2**20)
-        stem = self._save_to.name[: -len(get_suffix(self._save_to))]
+        stem = self._save_to.name[: -len(get_suffix(self._save_to))].removesuffix(".ome")
         self._save_to.with_name(f"{stem}.csv").write_bytes(table_content)
         return b"", table_content
 
@@ -189,7 +190,7 @@ def get_suffix(path: Path) -> str:
     for suffix in MEDIA_TYPES:
         if path.name.lower().endswith(suffix):
             return suffix
-    raise ValueError(f"{path} must end in {', '.join(MEDIA_TYPES)}.")
+    raise ValueError(f"{path} must end in one of {', '.join(MEDIA_TYPES)}.")
 
 
 def _parse_headers(headers: Mapping[str, str]) -> dict[str, Any]:
@@ -234,7 +235,8 @@ def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[A
         return array
 
 
-def _parse_table(content: bytes) -> Table:
+def parse_table(content: bytes | bytearray) -> Table:
+    """Return the columns of a CSV table."""
     header, *rows = csv.reader(io.StringIO(content.decode("utf-8")))
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
     return {name: _parse_column(column) for name, column in zip(header, columns, strict=True)}

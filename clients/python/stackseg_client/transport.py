@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import httpx2
 
 from stackseg_client.errors import ConnectionFailed, InvalidResponse
 from stackseg_client.operations import Operation
+from stackseg_client.results import SavePath
 
 CONNECT_SECONDS = 10.0
 # Time without progress after which a connection is considered lost. Small volumes take milliseconds, but the queue of
@@ -19,13 +21,27 @@ DEFAULT_TIMEOUT_SECONDS = 3600.0
 EVENT_TIMEOUT_SECONDS = 60.0
 
 
-def make_options(url: str, key: str | None, timeout: float, *, trust_env: bool) -> dict[str, Any]:
-    """Return the arguments of `httpx2.Client` and `httpx2.AsyncClient`. Raises ValueError for an invalid URL."""
+def make_options(
+    url: str, key: str | None, timeout: float, ca_file: SavePath | None, *, trust_env: bool
+) -> dict[str, Any]:
+    """Return the arguments of `httpx2.Client` and `httpx2.AsyncClient`.
+
+    Raises ValueError for an invalid URL or key, and OSError (also ssl.SSLError) for an unreadable file of certificates.
+    """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not the URL of a server. Use for example http://localhost:8000.")
+    # Keys that were read from a file often end with a line break.
+    key = (key or "").strip()
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("The API key contains spaces or special characters. Copy it again, without other text.")
     headers = {"User-Agent": "stackseg-client"} | ({"Authorization": f"Bearer {key}"} if key else {})
     timeouts = httpx2.Timeout(timeout, connect=CONNECT_SECONDS)
-    return {"base_url": url, "headers": headers, "timeout": timeouts, "trust_env": trust_env}
+    options: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeouts, "trust_env": trust_env}
+    if ca_file is not None:
+        context = ssl.create_default_context()
+        context.load_verify_locations(ca_file)
+        options["verify"] = context
+    return options
 
 
 def make_request(operation: Operation[Any], content: Any) -> dict[str, Any]:
@@ -45,9 +61,18 @@ def translate_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-        raise ConnectionFailed(f"{url} cannot be reached: {error}. Is the server running?") from error
+        raise ConnectionFailed(f"{url} cannot be reached: {error}. {_advise(str(error))}") from error
     except httpx2.TransportError as error:
         reason = f"{type(error).__name__} {error}".strip()
         raise ConnectionFailed(f"The connection to {url} was lost: {reason}.", is_sent=True) from error
     except httpx2.DecodingError as error:
         raise InvalidResponse(f"The response of {url} is damaged: {error}") from error
+
+
+def _advise(reason: str) -> str:
+    """Return what to do if a connection cannot be opened."""
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return "Pass the file of the server's certificate, or of the authority that has signed it, as ca_file=."
+    if "[SSL" in reason:
+        return "Does the server use HTTPS? If not, its URL begins with http://."
+    return "Is the server running?"

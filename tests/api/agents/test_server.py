@@ -8,6 +8,7 @@ import csv
 import io
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from service.api.app import create_app
 from service.core.errors import ConfigError
 
 httpx2 = pytest.importorskip("httpx2")
-pytest.importorskip("mcp", reason="needs the extra mcp")
+# An incomplete installation of the extra, in which the import fails, is an error.
+if find_spec("mcp") is None:
+    pytest.skip("needs the extra mcp", allow_module_level=True)
 from mcp.client.client import Client  # noqa: E402
 from mcp.client.streamable_http import streamable_http_client  # noqa: E402
 

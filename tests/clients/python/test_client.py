@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -362,3 +363,56 @@ def test_stacks_that_change_during_the_upload_are_reported(
 def test_urls_need_a_scheme() -> None:
     with pytest.raises(ValueError, match="http://localhost:8000"):
         Client("localhost:8000")
+
+
+def test_projects_collect_results(nuclei_url: str, tmp_path: Path) -> None:
+    pixels = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:24, :96, :96]
+    with Client(nuclei_url) as client:
+        jobs = [client.submit(pixels, diameter=diameter, table=True) for diameter in ("25px", "20px")]
+        counts = [job.result().objects for job in jobs]
+        project = client.create_project(f"Trial {uuid.uuid4()}", notes="first")
+        report = project.add(jobs[0], group="control")
+        project.add(jobs[1].id, group="treated", name="b.tif")
+        assert project.add("nuclei", kind="model").counts == {"job": 2, "model": 1}
+        assert (report.notes, report.counts) == ("first", {"job": 1})
+        assert project.report.members is not None
+        members = {member.id: (member.group, member.objects) for member in project.report.members}
+        assert members[jobs[1].id] == ("treated", counts[1])
+        table = project.table("area")
+        groups, rows = np.unique(table["group"], return_counts=True)
+        assert dict(zip(groups, rows, strict=True)) == {"control": counts[0], "treated": counts[1]}
+        assert set(table) == {"stack", "group", "job", "model", "area"}
+        with ZipFile(project.archive(tmp_path / "new" / "trial.zip")) as archive:
+            assert {"objects.csv", "project.json"} < set(archive.namelist())
+        assert [path.name for path in (tmp_path / "new").iterdir()] == ["trial.zip"]
+        with pytest.raises(errors.UnknownJob) as caught:
+            project.add("missing")
+        assert caught.value.parameter == "add"
+        assert project.remove(jobs[0]).counts == {"job": 1, "model": 1}
+        assert project.change(name="renamed").name == "renamed"
+        assert [each.report.counts for each in client.projects() if each.id == project.id] == [project.report.counts]
+        # Models are not deleted.
+        assert "models (1)" in project.delete()
+        with pytest.raises(errors.UnknownProject):
+            client.project(project.id)
+
+
+def test_async_client_has_projects(nuclei_url: str, tmp_path: Path) -> None:
+    async def use_all() -> list[Any]:
+        async with AsyncClient(nuclei_url) as client:
+            project = await client.create_project(f"Trial {uuid.uuid4()}")
+            with pytest.raises(errors.BadParameter):
+                await client.create_project(project.report.name)
+            await project.add("nuclei", kind="model")
+            found = await client.project(project.id)
+            results = [found.report.counts, (await found.change(notes="n")).notes, len((await found.table())["stack"])]
+            assert (await found.archive(tmp_path / "a.zip")).stat().st_size > 100
+            results.append((await found.remove("nuclei", kind="model")).counts)
+            await project.refresh()
+            assert project.report.members == []
+            assert project.id in [each.id for each in await client.projects()]
+            await project.delete()
+            assert project.id not in [each.id for each in await client.projects()]
+            return results
+
+    assert asyncio.run(use_all()) == [{"model": 1}, "n", 0, {}]
