@@ -22,6 +22,8 @@ MAX_VOLUME = 1e18
 MAX_ANISOTROPY = 6.0
 # Maximum number of digits of a window's edge length in voxels. Larger windows do not fit in any memory.
 MAX_EDGE_DIGITS = 5
+# Characters of units as they are written in texts, and in requests: both characters for micro, and a raised 3.
+UNIT_CHARACTERS = str.maketrans("\u00b5\u03bc\u00b3", "uu3")
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class Diameter:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a string such as `15px`, `7,15,15px` or `6.5um`. Raises BadParameter."""
-        normalized = text.strip().lower()
+        """Parse a string such as `15px`, `7,15,15px`, `6.5um` or `6.5 µm`. Raises BadParameter."""
+        normalized = text.strip().lower().translate(UNIT_CHARACTERS)
         try:
             match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
                 case [width], ("px" | "um") as unit:
@@ -225,7 +227,7 @@ class ObjectVolume:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a string such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
-        normalized = text.strip().lower()
+        normalized = text.strip().lower().translate(UNIT_CHARACTERS)
         try:
             return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
         except (ValueError, BadParameter):

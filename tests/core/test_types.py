@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
-from service.core.quantities import Diameter, VoxelSize
+from service.core.quantities import Diameter, ObjectVolume, VoxelSize
 from service.core.types import Volume, choose_label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
@@ -21,6 +21,13 @@ IMPLAUSIBLE_LENGTHS = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
 def test_formatted_diameter_is_parsed_to_the_same_diameter(text: str) -> None:
     assert str(Diameter.parse(text)) == text
+
+
+def test_units_are_accepted_as_they_are_displayed() -> None:
+    for text in ("6.5 um", "6.5 \u00b5m", "6.5\u03bcm", " 6.5UM "):
+        assert Diameter.parse(text) == Diameter((6.5,), "um")
+    for text in ("12.5 um3", "12.5\u00b5m\u00b3", "12.5 \u03bcm3"):
+        assert ObjectVolume.parse(text) == ObjectVolume(12.5, "um3")
 
 
 @pytest.mark.parametrize(

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 from stackseg_client import Client, Retries
 from stackseg_client.bodies import BytesBody
-from stackseg_client.operations import Operation
+from stackseg_client.operations import Operation, receive_json, send_json
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import ContentReceiver
-
-T = TypeVar("T")
 
 DEFAULT_URL = "http://localhost:8000"
 
@@ -55,37 +51,32 @@ def annotate(client: Client, labels: NDArray[Any], **parameters: Any) -> dict[st
     headers = {"Content-Type": "application/x-npy", "Content-Length": str(body.nbytes)}
     encoded = encode_parameters(parameters)
     record: dict[str, Any] = client.run(
-        Operation("POST", "/annotations", _receive_json(dict), encoded, headers, body, is_repeatable=False)
+        Operation("POST", "/annotations", receive_json(dict), encoded, headers, body, is_repeatable=False)
     )
     return record
 
 
 def list_annotations(client: Client) -> list[dict[str, Any]]:
     """Return the records of your annotated stacks, newest first."""
-    return client.run(Operation("GET", "/annotations", _receive_json(lambda raw: list(raw["annotations"]))))
+    return client.run(Operation("GET", "/annotations", receive_json(lambda raw: list(raw["annotations"]))))
 
 
 def train(client: Client, model: str, annotations: list[str], name: str, minutes: float) -> dict[str, Any]:
     """Start to train `model` on annotated stacks, and return the report of the training run."""
     request = {"model": model, "annotations": annotations, "name": name, "minutes": minutes}
-    body = BytesBody(json.dumps(request).encode())
-    headers = {"Content-Type": "application/json", "Content-Length": str(body.nbytes)}
-    return client.run(Operation("POST", "/trainings", _receive_json(dict), {}, headers, body, is_repeatable=False))
+    report: dict[str, Any] = client.run(send_json("POST", "/trainings", request, dict, is_repeatable=False))
+    return report
 
 
 def get_training(client: Client, training_id: str) -> dict[str, Any]:
     """Return the report of a training run."""
-    return client.run(Operation("GET", _training_path(training_id), _receive_json(dict)))
+    return client.run(Operation("GET", _training_path(training_id), receive_json(dict)))
 
 
 def cancel_training(client: Client, training_id: str) -> None:
     """Cancel a training run."""
-    client.run(Operation("DELETE", _training_path(training_id), _receive_json(bool), is_repeatable=False))
+    client.run(Operation("DELETE", _training_path(training_id), receive_json(bool), is_repeatable=False))
 
 
 def _training_path(training_id: str) -> str:
     return f"/trainings/{quote(training_id, safe='')}"
-
-
-def _receive_json(parse: Callable[[Any], T]) -> Callable[[Mapping[str, str]], ContentReceiver[T]]:
-    return lambda _headers: ContentReceiver(lambda content: parse(json.loads(content or b"null")))

@@ -6,14 +6,21 @@ import re
 
 from stackseg_client import ProblemError
 
-# Names of parameters in messages of the server, and their names in the widget.
+# Parameters in messages of the server, and the words for them in the widgets. The first matching patterns apply first.
 _WORDS = {
     r"\bset diameter=none\b": "choose Object diameter: original resolution",
-    r"\bset diameter=": "choose another object diameter",
+    r"\bset diameter= to the diameter of\b": "enter the diameter of",
+    r"\bset diameter=(?!\w)": "choose another object diameter",
     r"\bdiameter=none\b": "Object diameter: original resolution",
     r"\bdiameter=auto\b": "Object diameter: estimate",
-    r"\bmodel=(\w+)": r"the model \1",
-    r"\b(threshold|channel|axes|voxel_size|quality|link|time)=": r"\1 ",
+    r"\bdiameter=(?=\d)": "the object diameter ",
+    r"\bmodel=(?=\w)": "the model ",
+    r"\bvoxel_size\b": "voxel size",
+    r"\b(threshold|channel|axes|voxel size|quality|link|time)=(?=\w)": r"\1 ",
+    r"\b(diameter|model|threshold|channel|axes|voxel size|quality|link|time)=": r"\1",
+    r"(?<=\d) ?um\b": " µm",
+    r"(?<=\d) ?px\b": " px",
+    r"\(docs/training\.md\)": "(Correct and train)",
 }
 
 

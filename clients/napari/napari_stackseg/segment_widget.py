@@ -99,7 +99,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
             for widget in widgets:
                 row.addWidget(widget)
             form.addRow(text, row)
-        layout, buttons = QVBoxLayout(self), QHBoxLayout()
+        layout, buttons = QVBoxLayout(self.content), QHBoxLayout()
         buttons.addWidget(self.start_button)
         buttons.addWidget(self.cancel_button)
         layout.addLayout(form)
@@ -123,7 +123,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
 
     def connect_to_server(self) -> None:
         """List the models of the server."""
-        CONNECTION.url, CONNECTION.key = self.url.text().strip(), self.key.text().strip() or None
+        url = self.url.text().strip()
+        CONNECTION.url, CONNECTION.key = url if "://" in url else f"http://{url}", self.key.text().strip() or None
         self.message.setText("Connecting.")
         background.start(list_models, CONNECTION, done=self._show_models, failed=self.show_error)
 
@@ -138,6 +139,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         default = next((index for index, (model, _) in enumerate(models) if model.is_default), 0)
         self.model.setCurrentIndex(default)
         self.message.setText(f"Connected. {len(models)} models." if models else "The server has no models.")
+        self.fit_width()
 
     def _show_model(self, index: int) -> None:
         if not 0 <= index < len(self._models):
@@ -200,6 +202,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
     def read_file(self) -> None:
         """Let the server read axes and voxel size from the file of the layer."""
         path = str(self.get_image().source.path)
+        self.message.setText("Reading the file.")
         background.start(inspect_file, CONNECTION, path, done=self._use_inspection, failed=self.show_error)
 
     def _use_inspection(self, inspection: Inspection) -> None:
@@ -212,8 +215,9 @@ class SegmentWidget(TaskWidget[Segmentation]):
 
     def _show_inspection(self, inspection: Inspection) -> None:
         text = layers.describe_stack(inspection.axes, inspection.stored_shape, inspection.voxel_size)
-        parts = [text, *inspection.notes, inspection.problem or messages.describe_seconds(inspection.seconds)]
-        self.message.setText(messages.rephrase(" ".join(filter(None, parts))))
+        seconds = messages.describe_seconds(inspection.seconds)
+        outlook = inspection.problem or (f"The segmentation takes {seconds}." if seconds else "")
+        self.message.setText(messages.rephrase(" ".join(filter(None, [text, *inspection.notes, outlook]))))
 
     def measure(self) -> None:
         """Use the length of a drawn line, or the diameter of a drawn circle, as object diameter."""
@@ -225,7 +229,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         except ValueError as error:
             self.show_error(error)
             return
-        self.message.setText(f"Measured object diameter: {measured}.")
+        self.message.setText(messages.rephrase(f"Measured object diameter: {measured}."))
         self.diameter_value.setText(measured)
         self.diameter.setCurrentIndex(self.diameter.findData(""))
 
@@ -323,4 +327,4 @@ class SegmentWidget(TaskWidget[Segmentation]):
         diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
         doubt = None if result.low_confidence is None else result.low_confidence.detail
         notes = [("⚠ " if note == doubt else "") + messages.rephrase(note) for note in result.warnings]
-        self.message.setText("\n\n".join([f"{result.objects} objects.{diameter}", *notes]))
+        self.message.setText("\n\n".join([messages.rephrase(f"{result.objects} objects.{diameter}"), *notes]))

@@ -49,9 +49,10 @@ class Correction:
 
 
 def list_state(connection: Connection) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return your annotated stacks, and the names of the models."""
+    """Return your annotated stacks, and the names of the models, the default model first."""
     with connection.open() as client:
-        return list_annotations(client), [model.name for model in client.models()]
+        models = sorted(client.models(), key=lambda model: not model.is_default)
+        return list_annotations(client), [model.name for model in models]
 
 
 @dataclass

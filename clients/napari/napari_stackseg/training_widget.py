@@ -37,7 +37,7 @@ class TrainingWidget(TaskWidget[Training]):
         self.model, self.new_name, self.minutes = QComboBox(), QLineEdit("my-model"), QDoubleSpinBox()
         self.minutes.setRange(0.1, 600)
         self.minutes.setValue(5)
-        layout, save_form, train_form = QVBoxLayout(self), QFormLayout(), QFormLayout()
+        layout, save_form, train_form = QVBoxLayout(self.content), QFormLayout(), QFormLayout()
         for form, text, widget in (
             (save_form, "Corrected labels", self.labels),
             (save_form, "Image", self.image),
@@ -78,11 +78,13 @@ class TrainingWidget(TaskWidget[Training]):
             box.setCurrentIndex(max(box.findText(selected), 0 if box.count() else -1))
 
     def _show_image(self, _index: int = 0) -> None:
-        """Choose the image from which the labels were created."""
+        """Choose the image and the model from which the labels were created."""
         name = self.labels.currentText()
         if name in self._viewer.layers:
             record = self._viewer.layers[name].metadata.get("stackseg", {})
-            self.image.setCurrentIndex(max(self.image.findText(record.get("image", "")), self.image.currentIndex()))
+            # Names that are not in the list change nothing.
+            self.image.setCurrentText(record.get("image", ""))
+            self.model.setCurrentText(record.get("parameters", {}).get("model") or "")
 
     def get_correction(self) -> Correction:
         """Return the chosen labels with their stack. Raises ValueError if layers are missing or do not fit."""
@@ -139,7 +141,11 @@ class TrainingWidget(TaskWidget[Training]):
         selected = self.model.currentText()
         self.model.clear()
         self.model.addItems(models)
-        self.model.setCurrentIndex(max(0, self.model.findText(selected)))
+        self.fit_width()
+        if selected in models:
+            self.model.setCurrentText(selected)
+        else:
+            self._show_image()
 
     def train(self) -> None:
         """Train a model on the checked annotated stacks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -26,7 +27,7 @@ def make_options(
 ) -> dict[str, Any]:
     """Return the arguments of `httpx2.Client` and `httpx2.AsyncClient`.
 
-    Raises ValueError for an invalid URL or key, and OSError (also ssl.SSLError) for an unreadable file of certificates.
+    Raises ValueError for an invalid URL, key or file of certificates, and OSError if the file cannot be read.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url!r} is not the URL of a server. Use for example http://localhost:8000.")
@@ -38,9 +39,7 @@ def make_options(
     timeouts = httpx2.Timeout(timeout, connect=CONNECT_SECONDS)
     options: dict[str, Any] = {"base_url": url, "headers": headers, "timeout": timeouts, "trust_env": trust_env}
     if ca_file is not None:
-        context = ssl.create_default_context()
-        context.load_verify_locations(ca_file)
-        options["verify"] = context
+        options["verify"] = _trust(Path(ca_file).expanduser().resolve(strict=True))
     return options
 
 
@@ -67,6 +66,16 @@ def translate_errors(url: str) -> Iterator[None]:
         raise ConnectionFailed(f"The connection to {url} was lost: {reason}.", is_sent=True) from error
     except httpx2.DecodingError as error:
         raise InvalidResponse(f"The response of {url} is damaged: {error}") from error
+
+
+def _trust(ca_file: Path) -> ssl.SSLContext:
+    """Return a context that accepts the certificates in a PEM file, in addition to those of the operating system."""
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(ca_file)
+    except ssl.SSLError as error:
+        raise ValueError(f"{ca_file} contains no certificate in the PEM format: {error}") from error
+    return context
 
 
 def _advise(reason: str) -> str:

@@ -52,8 +52,18 @@ def test_sheared_images_with_channels_are_refused() -> None:
         make_labels_layer(np.zeros((2, 2, 2)), make_image("CZYX", shear=np.ones(6)), "CZYX", {})
 
 
-def test_messages_name_what_the_widget_shows() -> None:
-    text = messages.rephrase("If this is wrong, set diameter=, or set diameter=none. Try model=membranes.")
-    assert "diameter=" not in text
-    assert "original resolution" in text
-    assert "the model membranes" in text
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("If this is wrong, set diameter=.", "If this is wrong, choose another object diameter."),
+        ("or set diameter=none to use", "or choose Object diameter: original resolution to use"),
+        ("set diameter= to the diameter of the objects", "enter the diameter of the objects"),
+        ("Try diameter=7.97,9,9px.", "Try the object diameter 7.97,9,9 px."),
+        ("Try another diameter=, channel= or model=.", "Try another diameter, channel or model."),
+        ("Try model=membranes.", "Try the model membranes."),
+        ("Add voxel_size=Z,Y,X", "Add voxel size Z,Y,X"),
+        ("4um wide. Train a model (docs/training.md).", "4 µm wide. Train a model (Correct and train)."),
+    ],
+)
+def test_messages_name_what_the_widget_shows(message: str, expected: str) -> None:
+    assert messages.rephrase(message) == expected

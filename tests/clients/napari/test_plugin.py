@@ -174,10 +174,15 @@ def test_corrected_labels_train_a_model(viewer: Any, widget: SegmentWidget) -> N
     widget.open_sample()
     wait_until(lambda: len(viewer.layers))
     labels = segment(viewer, widget)
+    viewer.add_image(np.zeros_like(viewer.layers[0].data), name="another")
     labels.data[labels.data == 5] = 0
     training = TrainingWidget(viewer)
     viewer.window.add_dock_widget(training)
     wait_until(training.model.count)
+    training.image.setCurrentText("another")
+    training.labels.setCurrentIndex(-1)
+    training.labels.setCurrentText(labels.name)
+    assert (training.image.currentText(), training.model.currentText()) == ("nuclei sample", "nuclei")
     training.save()
     wait_until(lambda: training.annotations.count() or "✗" in training.message.text())
     assert training.annotations.count() == 1, training.message.text()
@@ -202,6 +207,29 @@ def test_labels_without_a_job_are_saved_with_their_image(viewer: Any, url: str) 
     assert training.message.text() == "Saved as own."
     with Client(url) as client:
         assert connection.list_annotations(client)[0]["job"] is None
+
+
+def test_both_widgets_fit_in_a_small_window(viewer: Any, widget: SegmentWidget) -> None:
+    training = TrainingWidget(viewer)
+    viewer.window.add_dock_widget(training)
+    viewer.window._qt_window.show()
+    wait_until(training.model.count)
+    for each in (widget, training):
+        assert each.minimumHeight() < each.content.minimumSizeHint().height()
+        wait_until(lambda each=each: each.content.minimumSizeHint().width() <= each.viewport().width(), 20)
+
+
+def test_files_and_addresses_without_a_scheme_are_read(viewer: Any, widget: SegmentWidget) -> None:
+    widget.url.setText(widget.url.text().removeprefix("http://"))
+    widget.connect_to_server()
+    wait_until(lambda: "Connected" in widget.message.text())
+    viewer.open(SAMPLE, plugin="napari")
+    assert widget.voxel_size.text() == ""
+    widget.read_file()
+    assert widget.message.text() == "Reading the file."
+    wait_until(widget.voxel_size.text)
+    assert widget.voxel_size.text() == "0.5, 0.2, 0.2"
+    assert "Axes: depth, height, width." in widget.message.text()
 
 
 def test_saved_results_open_with_their_voxel_size(viewer: Any, url: str, tmp_path: Path) -> None:

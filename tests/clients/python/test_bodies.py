@@ -68,6 +68,10 @@ def test_stacks_of_more_than_4_gib_become_bigtiffs(tmp_path: Path) -> None:
     [
         (np.zeros((3, 4, 5), complex), TypeError, "complex128"),
         (np.zeros((3, 4, 5), "datetime64[s]"), TypeError, "datetime64"),
+        (np.zeros((3, 4, 5), np.longdouble), TypeError, "up to 64 bits"),
+        (np.ma.masked_equal(np.eye(5), 0), ValueError, r"filled\(0\)"),
+        ([[1, 2], [3, 4]], TypeError, r"numpy\.asarray"),
+        (io.BytesIO(b"II"), TypeError, "path of an open file"),
         (np.zeros(7), ValueError, "two dimensions"),
         (np.zeros((3, 0, 5)), ValueError, "one voxel"),
         (Path(), IsADirectoryError, "segment_folder"),
@@ -77,3 +81,17 @@ def test_stacks_of_more_than_4_gib_become_bigtiffs(tmp_path: Path) -> None:
 def test_other_sources_are_refused_by_name(source: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         _ = make_body(source).nbytes
+
+
+def test_contents_may_be_any_buffer() -> None:
+    content = bytes(range(256)) * 8192
+    for source in (content, bytearray(content), memoryview(content), memoryview(np.frombuffer(content, np.uint16))):
+        body = make_body(source)
+        assert body.nbytes == len(content)
+        assert b"".join(body.read_blocks()) == content
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "stack.tif").write_bytes(b"II")
+    assert make_body("~/stack.tif").nbytes == 2

@@ -96,7 +96,7 @@ def test_objects_are_measured(nuclei_url: str, tmp_path: Path) -> None:
     pixels = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[:24, :96, :96]
     with Client(nuclei_url) as client:
         result = client.segment(pixels, diameter="25px", table=True)
-        saved = client.segment(pixels, diameter="25px", table=True, save_to=tmp_path / "nuclei.npy")
+        saved = client.segment(pixels, diameter="25px", table=True, save_to=tmp_path / "nuclei.ome.tif")
         job = client.submit(pixels, diameter="25px", table=True, idempotency_key=str(uuid.uuid4()))
         results = [result, saved, job.result(), job.result(tmp_path / "job.tif")]
     for each in results:
@@ -134,6 +134,9 @@ def test_problems_raise_their_class(client: Client, stack: NDArray[Any]) -> None
         client.job("missing")
     with pytest.raises(TypeError, match="Pass either a stack"):
         client.segment()
+    unknown: Any = {"measurements": "zip"}
+    with pytest.raises(TypeError, match="table=True"):
+        client.segment(stack, **unknown)
 
 
 def test_server_refuses_large_uploads_before_they_are_complete(client: Client) -> None:

@@ -1,0 +1,127 @@
+"""Connections to servers behind HTTPS and proxies, and to servers of other versions."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from live import as_tiff
+from paths import ROOT
+from sockets import TIMEOUT_SECONDS, create_certificate, make_server, needs_openssl, run_server
+from stackseg_client import Client, ConnectionFailed, Job, Retries, errors
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import Receive, Scope, Send
+
+# A response with only those members that every version has.
+MODELS = {"models": [{"name": "nuclei", "state": "ready", "of-a-later-version": [1]}]}
+
+
+class FixedApp:
+    """Answers every request with the same response."""
+
+    def __init__(self, response: Response) -> None:
+        self.response, self.scopes = response, list[Scope]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scopes.append(scope)
+        await self.response(scope, receive, send)
+
+
+@contextmanager
+def serve_fixed(response: Response, **files: Any) -> Iterator[tuple[FixedApp, str]]:
+    """Serve a response until the context exits. Yields the application and the address."""
+    app = FixedApp(response)
+    with run_server(make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS, **files)) as (_host, port):
+        yield app, f"localhost:{port}"
+
+
+@needs_openssl
+def test_certificates_are_checked_with_the_file_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = create_certificate(tmp_path)
+    once = Retries(count=0)
+    with serve_fixed(JSONResponse(MODELS), **files) as (_app, address):
+        with Client(f"https://{address}", ca_file=files["ssl_certfile"]) as client:
+            assert [model.name for model in client.models()] == ["nuclei"]
+        with Client(f"https://{address}", retries=once) as client, pytest.raises(ConnectionFailed, match="ca_file="):
+            client.models()
+        # Programs without this argument, such as the napari plugin, use the variable of OpenSSL.
+        monkeypatch.setenv("SSL_CERT_FILE", str(files["ssl_certfile"]))
+        with Client(f"https://{address}") as client:
+            assert client.models()
+    expected = pytest.raises(ConnectionFailed, match="begins with http://")
+    with serve_fixed(JSONResponse(MODELS)) as (_app, address), expected:
+        Client(f"https://{address}", retries=once).models()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        Client("https://localhost", ca_file=tmp_path / "missing.pem")
+    with pytest.raises(ValueError, match="no certificate in the PEM format"):
+        Client("https://localhost", ca_file=__file__)
+
+
+def test_paths_of_proxies_and_keys_with_line_breaks_are_accepted() -> None:
+    with serve_fixed(JSONResponse(MODELS)) as (app, address), Client(f"http://{address}/lab/seg/", "a-key\n") as client:
+        client.models()
+    assert app.scopes[0]["path"] == "/lab/seg/models"
+    assert (b"authorization", b"Bearer a-key") in app.scopes[0]["headers"]
+    for key in ("a key", "Schlüssel", "a\nkey"):
+        with pytest.raises(ValueError, match="Copy it again"):
+            Client("http://localhost:8000", key)
+
+
+def test_redirects_are_not_followed_but_named() -> None:
+    # They would send the key to another address.
+    response = RedirectResponse("https://lab.example.org/models", 301)
+    expected = pytest.raises(errors.RequestError, match=r"redirects to https://lab\.example\.org/models")
+    with serve_fixed(response) as (_app, address), Client(f"http://{address}", "key") as client, expected:
+        client.models()
+
+
+def test_reports_of_other_versions_are_read() -> None:
+    with serve_fixed(JSONResponse(MODELS)) as (_app, address), Client(f"http://{address}") as client:
+        (model,) = client.models()
+        assert (model.name, model.outputs, model.is_default) == ("nuclei", [], False)
+        assert model.raw["of-a-later-version"] == [1]
+        with pytest.raises(errors.InvalidResponse, match="not a response of a StackSeg server"):
+            client.job("1")
+    report = {"id": "1", "state": "running"}
+    with serve_fixed(JSONResponse(report)) as (_app, address), Client(f"http://{address}") as client:
+        job = client.job("1")
+    assert (job.report.fraction, job.report.warnings, job.report.problem) == (0, [], None)
+    events = Response('data: {"state": "done"}\n\n', media_type="text/event-stream")
+    expected = pytest.raises(errors.InvalidResponse, match="not events")
+    with serve_fixed(events) as (_app, address), Client(f"http://{address}") as client, expected:
+        list(Job(client, job.report).progress())
+
+
+INTERRUPTED = """
+import sys
+from stackseg_client import Client
+for item in Client(sys.argv[1]).segment_folder("stacks", "labels"):
+    print(item.path.name, flush=True)
+"""
+
+
+def test_interrupting_a_folder_does_not_wait_for_its_stacks(tmp_path: Path, nuclei_url: str) -> None:
+    (tmp_path / "stacks").mkdir()
+    large = np.random.default_rng(0).integers(0, 999, (160, 384, 384), np.uint16)
+    for name, pixels in (("a", large[:8, :16, :16]), ("b", large), ("c", large)):
+        (tmp_path / "stacks" / f"{name}.tif").write_bytes(as_tiff(pixels))
+    environment = {"PYTHONPATH": str(ROOT / "clients" / "python")}
+    command = [sys.executable, "-c", INTERRUPTED, nuclei_url]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"a.tif\n"
+    start = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=60)
+    assert time.monotonic() - start < 5
+    assert b"KeyboardInterrupt" in printed
+    # The server cancels requests whose client disconnects.
+    assert [path.name for path in (tmp_path / "labels").iterdir()] == ["a_labels.tif"]
