@@ -18,10 +18,12 @@ import ij.measure.Calibration
 import ij.measure.ResultsTable
 import ij.plugin.CompositeConverter
 import ij.process.ImageProcessor
+import java.awt.GraphicsEnvironment
 import java.math.MathContext
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
 import java.nio.file.FileSystems
+import javax.net.ssl.SSLHandshakeException
 
 /** An error that is shown to the user. `status` is 0 if the service did not respond. */
 class Problem extends RuntimeException {
@@ -167,6 +169,8 @@ class Service {
             int status = readStatus(connection)
             if (status < 200 || status >= 300) throw readProblem(connection, status)
             return download(connection.inputStream, target)
+        } catch (SSLHandshakeException error) {
+            throw new Problem("The certificate of $url is not trusted ($error.message). README.md describes how to add it.")
         } catch (IOException error) {
             throw new Problem("The service at $url did not respond ($error.message). " +
                 'Check the address, and that the service is running.')
@@ -313,6 +317,8 @@ class Images {
     static final MICROMETERS = [nm: 0.001, um: 1, micron: 1, microns: 1, micrometer: 1, micrometre: 1, mm: 1000, cm: 10_000,
         m: 1_000_000, inch: 25_400]
 
+    private static String count(int number, String noun) { "$number $noun${number == 1 ? '' : 's'}" }
+
     /** Return "x, y, z" in micrometers, or "" if the unit of the image is not a length. */
     static String voxelSize(ImagePlus image) {
         def calibration = image.calibration
@@ -335,9 +341,9 @@ class Images {
     static ImagePlus select(ImagePlus image, String channel, int first, int last) {
         def source = image.type == ImagePlus.COLOR_RGB ? CompositeConverter.makeComposite(image) : image
         if (channel != 'all' && !(channel ==~ /\d+/ && (channel as int) in 1..source.NChannels))
-            throw new Problem("There is no channel $channel. The image has $source.NChannels channels, counted from 1.")
+            throw new Problem("There is no channel $channel. The image has ${count(source.NChannels, 'channel')}, counted from 1.")
         if (first < 1 || last > source.NFrames || first > last)
-            throw new Problem("There are no time points $first to $last. The image has $source.NFrames, counted from 1.")
+            throw new Problem("There are no time points $first to $last. The image has ${count(source.NFrames, 'time point')}, counted from 1.")
         def channels = channel == 'all' ? (1..source.NChannels) : [channel as int]
         def stack = new ImageStack(source.width, source.height)
         for (int t in first..last) for (int z in 1..source.NSlices) for (int c in channels)
@@ -735,16 +741,18 @@ class Arguments {
         if (settings.task == 'segment') segment(tasks, settings)
         else if (settings.task == 'folder') {
             int failed = tasks.segmentFolder(new File(settings.folder ?: '.'), new File(settings.output ?: settings.folder ?: '.'))
-            if (failed) throw new Problem("$failed stacks failed; see stackseg_log.txt.")
+            if (failed) throw new Problem("$failed ${failed == 1 ? 'stack' : 'stacks'} failed; see stackseg_log.txt.")
         } else if (settings.task == 'annotate') {
             def report = tasks.annotate(open(settings.image), open(settings.labels), (settings.time ?: '1') as int)
             println "Saved as $report.name, id $report.id"
-        } else throw new Problem('The task must be segment, folder or annotate.')
+        } else throw new Problem('Specify one of task=segment, task=folder and task=annotate.')
     }
 
     private static void segment(Tasks tasks, Map settings) {
+        def output = settings.output ? new File(settings.output).absoluteFile : null
+        if (!(output?.name ==~ /(?i).+\.tiff?/)) throw new Problem('Specify a TIFF file for the labels: output=labels.tif')
+        if (!output.parentFile.isDirectory()) throw new Problem("The folder $output.parent does not exist.")
         def (labels, table, job) = tasks.segment(open(settings.image))
-        if (!settings.output) throw new Problem('Specify the file for the labels: output=labels.tif')
         boolean isSaved = labels.stackSize > 1 ? new FileSaver(labels).saveAsTiffStack(settings.output)
             : new FileSaver(labels).saveAsTiff(settings.output)
         if (!isSaved) throw new Problem("The labels cannot be saved as $settings.output.")
@@ -760,10 +768,11 @@ class Arguments {
     }
 }
 
-boolean hasArguments = binding.hasVariable('args') && args
+// Without a display, there are no dialogs.
+boolean hasArguments = (binding.hasVariable('args') && args) || GraphicsEnvironment.headless
 IJ.resetEscape()
 try {
-    if (hasArguments) Arguments.run(args as List)
+    if (hasArguments) Arguments.run(binding.hasVariable('args') ? args as List : [])
     else Dialogs.run()
 } catch (Canceled ignored) {
     IJ.showStatus('Canceled')

@@ -191,6 +191,17 @@ def test_errors_say_what_to_do_in_the_words_of_the_page(
     assert run.stderr.startswith("Object diameter: Expected a diameter with its unit, such as 15 voxels")
     run = run_script(server, task="segment", image=image, key="other", output=tmp_path / "labels.tif")
     assert "Check the API key in the dialog" in run.stderr
+    jobs = len(server.client.get("/jobs").json()["jobs"])
+    for output, message in (
+        (tmp_path / "labels.png", "Specify a TIFF file"),
+        (tmp_path / "a" / "b.tif", "a does not exist"),
+    ):
+        run = run_script(server, task="segment", image=image, output=output)
+        assert message in run.stderr
+    # The stack was not sent.
+    assert len(server.client.get("/jobs").json()["jobs"]) == jobs
+    run = run_groovy(SCRIPT)
+    assert (run.returncode, "Specify one of task=segment" in run.stderr) == (1, True)
 
 
 def test_script_does_not_depend_on_the_encoding_of_the_platform() -> None:
