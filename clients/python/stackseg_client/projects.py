@@ -165,7 +165,7 @@ def parse_project(raw: dict[str, Any]) -> ProjectReport:
 class Project:
     """A project. Results in a project do not expire. `report` has its last known state; see `ProjectReport`.
 
-    >>> project = client.create_project("Drug trial")
+    >>> project = client.create_project("Dose response")
     >>> job = client.submit("sample.tif", table=True)
     >>> job.result().objects
     16

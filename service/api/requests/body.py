@@ -279,8 +279,8 @@ def _get_host_path(query: Query, upload: Upload, body_format: BodyFormat) -> str
     """Return the path of the host file that replaces the body, or None if there is none. Raises BadParameter."""
     if query.input is None and query.stack is None and not upload.received_bytes:
         raise BadParameter(
-            f"The request has no file. Send {body_format.file_description} as the body, or in the form field"
-            f" {body_format.form_field!r}."
+            f"The request has no file, or an empty one. Send {body_format.file_description} as the body, or in the"
+            f" form field {body_format.form_field!r}."
         )
     if query.input is not None and upload.received_bytes:
         raise BadParameter(

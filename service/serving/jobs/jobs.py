@@ -254,9 +254,7 @@ class JobManager:
         if record.state == "cancelled":
             raise ResultUnavailable("The job was canceled. Submit the stack again.")
         if record.result_metadata is None:
-            raise JobNotFinished(
-                f"The job is {record.state}. Get the result when GET /jobs/{job_id} reports the state done."
-            )
+            raise JobNotFinished(f"The job is {record.state}. Its result can be downloaded when its state is done.")
         try:
             return self._store.get_result_path(job_id).open("rb"), record.result_metadata
         except FileNotFoundError:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import csv
 import io
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -273,6 +274,8 @@ def test_unexpected_errors_reveal_no_details(live: LiveServer, monkeypatch: pyte
 
 
 def test_missing_extra_is_a_configuration_error(bands_repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.app.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match="stackseg\\[mcp\\]"):
+    # None stops the import, as for a missing package, also of a dependency.
+    monkeypatch.setitem(sys.modules, "mcp.server.lowlevel", None)
+    monkeypatch.delitem(sys.modules, "service.api.agents.server", raising=False)
+    with pytest.raises(ConfigError, match=r"mcp\.server\.lowlevel.*stackseg\[mcp\]"):
         create_app(eager_settings(bands_repository, server={"mcp": True}))
