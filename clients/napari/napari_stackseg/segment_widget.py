@@ -28,7 +28,7 @@ from napari_stackseg.files import read_sample
 from napari_stackseg.segmentation import Segmentation, inspect_file
 from napari_stackseg.task_widget import TaskWidget
 
-PICTURE_WIDTH = 240
+PICTURE_WIDTH = 140
 ICON = QSize(48, 48)
 # Object diameters to choose from, by value of the parameter.
 DIAMETERS = {None: "as the model suggests", "auto": "estimate", "none": "original resolution", "": "measured:"}
@@ -103,10 +103,10 @@ class SegmentWidget(TaskWidget[Segmentation]):
         buttons.addWidget(self.start_button)
         buttons.addWidget(self.cancel_button)
         layout.addLayout(form)
-        layout.addLayout(buttons)
-        layout.addWidget(self.progress)
-        layout.addWidget(self.message)
         layout.addStretch()
+        self.footer.addLayout(buttons)
+        self.footer.addWidget(self.progress)
+        self.footer.addWidget(self.message)
 
     def _connect(self) -> None:
         self.connect_button.clicked.connect(self.connect_to_server)

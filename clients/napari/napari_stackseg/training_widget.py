@@ -54,11 +54,10 @@ class TrainingWidget(TaskWidget[Training]):
             self.annotations,
             self.update_button,
             train_form,
-            self.start_button,
-            self.cancel_button,
-            self.message,
         ):
             layout.addLayout(item) if isinstance(item, QFormLayout) else layout.addWidget(item)
+        for widget in (self.start_button, self.cancel_button, self.message):
+            self.footer.addWidget(widget)
         self.labels.currentIndexChanged.connect(self._show_image)
         self.save_button.clicked.connect(self.save)
         self.update_button.clicked.connect(self.update_list)

@@ -314,7 +314,10 @@ class Job:
             yield report
 
     def result(self, save_to: SavePath | None = None) -> Result:
-        """Wait for the job, and return its result. Raises the error of a failed job. `save_to` is as in `segment`."""
+        """Wait for the job, and return its result. Raises the error of a failed job.
+
+        `save_to` is as in `segment`. A `.nii.gz` or `.ozx` file has no table; get it with `result().table`.
+        """
         for _report in self.progress():
             pass
         return self._client._run(operations.download_result(self.id, save_to))
