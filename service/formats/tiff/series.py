@@ -23,7 +23,7 @@ from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes import missing, page_loader
-from service.formats.tiff.planes.page_loader import Page, get_keyframe
+from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.stored_image import (
     DeclaredStack,
     StoredImage,
@@ -145,6 +145,10 @@ def _read_ome_image(
         return _read_unusable_ome(tiff, structure, problem)
     pages = page_loader.load_pages(tiff, structure, image.page_indices)
     page = get_keyframe(pages[0])
+    described_count, plane_count = _count_described_planes(tiff, structure, images, page)
+    if described_count < plane_count:
+        problem = f"its OME-XML describes only {described_count} of {plane_count} planes of the same size and type"
+        return _read_unusable_ome(tiff, structure, problem)
     if not image.matches(page):
         stored_lengths = dict(zip(page.axes, page.shape, strict=True))
         raise BadFile(
@@ -164,6 +168,17 @@ def _read_ome_image(
         + _make_incomplete_notes(image),
         scenes=tuple(image.name for image in images) if len(images) > 1 else (),
     )
+
+
+def _count_described_planes(
+    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], page: TiffPage
+) -> tuple[int, int]:
+    """Count the planes with the format of a page that the OME-XML describes, and those that the file has."""
+    described_counts = [image.stored_count for image in images if image.matches(page)]
+    if sum(image.stored_count for image in images) >= len(structure.offsets):
+        return sum(described_counts), sum(described_counts)
+    planes = page_loader.group_by_format(page_loader.find_planes(tiff, structure))
+    return sum(described_counts), len(planes.get(PageFormat.from_page(page), ()))
 
 
 def _make_choice_notes(images: Sequence[ome.OmeImage], image: ome.OmeImage) -> tuple[str, ...]:
