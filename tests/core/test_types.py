@@ -10,12 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core.errors import BadParameter
-from service.core.quantities import Diameter, VoxelSize
+from service.core.quantities import Diameter, ObjectVolume, VoxelSize
 from service.core.types import Volume, choose_label_dtype
 
 PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 
 IMPLAUSIBLE_LENGTHS = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
+
+
+@pytest.mark.parametrize("text", ["6.5um", "6.5µm", " 6.5 \u03bcm", "6.5UM"])
+def test_micrometers_have_several_spellings(text: str) -> None:
+    assert str(Diameter.parse(text)) == "6.5um"
+    assert ObjectVolume.parse(f"{text}3") == ObjectVolume(6.5, "um3")
 
 
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
