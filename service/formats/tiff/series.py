@@ -37,6 +37,7 @@ from service.formats.tiff.planes.stored_image import (
     needs_own_order,
     read_micromanager_pages,
     read_plain_pages,
+    read_scanimage_pages,
     read_separate_pages,
 )
 
@@ -195,6 +196,8 @@ def _make_incomplete_notes(image: ome.OmeImage) -> tuple[str, ...]:
 
 def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str, selection: Selection) -> StoredImage:
     declared = DeclaredStack(kind, *metadata.read_declared_dimensions(tiff, kind))
+    if kind == "scanimage" and (image := read_scanimage_pages(tiff, structure, selection)) is not None:
+        return image
     if kind == "mmstack":
         positions, offsets = metadata.read_micromanager_index(tiff, declared.axes)
         if len(positions) < declared.plane_count:
