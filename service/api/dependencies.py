@@ -1,15 +1,21 @@
-"""FastAPI dependencies: the objects shared by all requests to an application, and the caller of a request."""
+"""FastAPI dependencies: the objects shared by all requests to an application, the caller, and checks of the query."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Annotated, get_origin
 
 from fastapi import Depends, Request
+from fastapi.dependencies.models import Dependant
+from pydantic import BaseModel
 
 from service.api.messages.headers import ANONYMOUS
+from service.core.errors import BadParameter
 from service.serving.jobs.jobs import JobManager
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.trainings import TrainingManager
+from service.serving.parameters import MAX_NAME_LENGTH
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StackStore
 
@@ -63,3 +69,37 @@ def get_caller(request: Request) -> str | None:
     """Return the name of the caller, which identifies the owner of jobs and files; None if the caller is unknown."""
     caller: str | None = request.scope.get("state", {}).get("caller")
     return caller
+
+
+async def check_query(request: Request) -> None:
+    """Raise BadParameter if the query has a parameter that the route does not have, or one of them several times.
+
+    FastAPI ignores unknown parameters, so that the response to a misspelled one would be silently wrong.
+    """
+    parameters = dict(_list_query_parameters(request.scope["route"].dependant))
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        shown_name = name[:MAX_NAME_LENGTH]
+        if name not in parameters:
+            raise BadParameter(
+                f"Unknown parameter {shown_name!r}. The parameters are {', '.join(parameters)}.", parameter=shown_name
+            )
+        if count > 1 and not parameters[name]:
+            raise BadParameter(
+                f"The parameter {shown_name} is given {count} times. Send it once.", parameter=shown_name
+            )
+
+
+def _list_query_parameters(dependant: Dependant) -> Iterator[tuple[str, bool]]:
+    """Yield the name of each query parameter of a route, and whether it may be repeated."""
+    for field in dependant.query_params:
+        annotation = field.field_info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from ((info.alias or name, False) for name, info in annotation.model_fields.items())
+        else:
+            yield field.alias, get_origin(annotation) in {Sequence, list}
+    for nested_dependant in dependant.dependencies:
+        yield from _list_query_parameters(nested_dependant)
+
+
+# Dependencies of routes that have parameters in the query. Routes for requests with a stack check their own parameters.
+CHECKED_QUERY = [Depends(check_query)]

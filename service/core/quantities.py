@@ -74,6 +74,11 @@ class TimeRange:
     stop: int | None = None
 
 
+def _normalize_text(text: str) -> str:
+    """Return text in lower case, without spaces around it, and with the ASCII characters of units."""
+    return text.strip().lower().translate(UNIT_CHARACTERS)
+
+
 def is_index(text: str) -> bool:
     """Return whether a string consists of ASCII digits. Digits of other scripts may be part of a channel name."""
     return text.isascii() and text.isdecimal()
@@ -127,7 +132,7 @@ class Diameter:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a string such as `15px`, `7,15,15px`, `6.5um` or `6.5 µm`. Raises BadParameter."""
-        normalized = text.strip().lower().translate(UNIT_CHARACTERS)
+        normalized = _normalize_text(text)
         try:
             match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
                 case [width], ("px" | "um") as unit:
@@ -227,7 +232,7 @@ class ObjectVolume:
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a string such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
-        normalized = text.strip().lower().translate(UNIT_CHARACTERS)
+        normalized = _normalize_text(text)
         try:
             return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
         except (ValueError, BadParameter):

@@ -167,12 +167,19 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
     squeezed_shape = squeeze(axes, shape)[1]
     for lengths in (squeezed_shape, tuple(shape), tuple(n for n in shape if n > 1)):
         if len(lengths) == len(override):
-            return Layout(override, lengths)
+            return Layout(override, lengths, _make_override_notes(override, axes))
     raise BadParameter(
         f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed_shape)}:"
         f" {_format_shape(squeezed_shape)}.",
         parameter="axes",
     )
+
+
+def _make_override_notes(override: str, axes: str) -> tuple[str, ...]:
+    """Return a note if an override assigns other axes than Y and X to the planes of a file."""
+    is_transposed = axes.replace("S", "").endswith("YX") and not override.replace("S", "").endswith("YX")
+    note = f"axes={override} reads the planes of the file along other axes than Y and X. The last axis is the fastest."
+    return (note,) * is_transposed
 
 
 def select_scene(names: Sequence[str], scene: int | str) -> int:
@@ -259,6 +266,8 @@ def _format_times(time_count: int) -> str:
 def _select_channels(channel_names: Sequence[str], channel: int | str | None) -> tuple[int, ...]:
     if channel is None:
         return tuple(range(len(channel_names)))
+    if isinstance(channel, int) and 0 <= channel < len(channel_names):
+        return (channel,)
     requested_name = str(channel).strip()
     matches = _find_channels_by_name(channel_names, requested_name)
     if len(matches) > 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,6 +20,11 @@ from service.formats.sampling import Calibration
 
 # Maximum number of planes of a volume. Each plane becomes a page of the result, whatever its size.
 MAX_PLANES = 2**16
+# Ratio of pixel height and width, and of pixel sizes, from which a requested voxel size seems to be a mistake.
+_MAX_PIXEL_RATIO = 1.5
+_MAX_SIZE_RATIO = 50.0
+# Longest voxel edge in micrometers that is not questioned if the file has no voxel size.
+_MAX_PLAUSIBLE_SIZE = 100.0
 # Maximum number of planes of all time points of a series.
 MAX_SERIES_PLANES = 2**18
 
@@ -153,6 +159,9 @@ class OpenStack(ABC):
         notes = [*self.image.notes, *self.layout.notes]
         if selection.voxel_size is None:
             notes += self.image.calibration.list_user_notes()
+        else:
+            notes += _check_requested_size(selection.voxel_size, self.image.calibration.get_voxel_size())
+        notes += _explain_channel(selection.channel, self.channel_names)
         if self.layout.get_length("Z") == 1:
             notes.append("The selection is a single plane. It is segmented as a stack with one plane.")
         return tuple(notes)
@@ -184,4 +193,34 @@ class OpenStack(ABC):
             scenes=self.scenes,
             example_scene=self.example_scene,
             partial_voxel_size=None if voxel_size else self.image.calibration.get_partial_voxel_size(),
+        )
+
+
+def _check_requested_size(requested: VoxelSize, stored: VoxelSize | None) -> Iterator[str]:
+    """Yield a note if a requested voxel size seems to have another order than Z,Y,X, or another unit than micrometers.
+
+    stored  voxel size that the file specifies
+    """
+    stored_text = f" The file specifies {_format_size(stored)}." if stored else ""
+    stored_ratio = stored.y / stored.x if stored else 1.0
+    if not 1 / _MAX_PIXEL_RATIO < requested.y / requested.x / stored_ratio < _MAX_PIXEL_RATIO:
+        yield (
+            f"With voxel_size={_format_size(requested)}, pixels are {requested.y:g} um high and {requested.x:g} um"
+            f" wide. The order is Z,Y,X.{stored_text}"
+        )
+    ratio = requested.pixel_size / stored.pixel_size if stored else 1.0
+    if not 1 / _MAX_SIZE_RATIO < ratio < _MAX_SIZE_RATIO or (not stored and max(requested) > _MAX_PLAUSIBLE_SIZE):
+        yield f"voxel_size={_format_size(requested)} is in micrometers.{stored_text or ' Check the unit.'}"
+
+
+def _format_size(voxel_size: VoxelSize) -> str:
+    return ",".join(f"{length:g}" for length in voxel_size)
+
+
+def _explain_channel(channel: int | str | None, names: Sequence[str]) -> Iterator[str]:
+    """Yield a note if the index of a selected channel is the name of another channel."""
+    if isinstance(channel, int) and channel < len(names) and str(channel) in names and names[channel] != str(channel):
+        yield (
+            f"channel={channel} selects the channel with this zero-based index, {names[channel]!r}. The channel named"
+            f" {channel} has the index {names.index(str(channel))}."
         )

@@ -17,6 +17,11 @@ _SI_EXPONENTS = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
     "m": -3, "µ": -6, "n": -9, "p": -12, "f": -15, "a": -18, "z": -21, "y": -24,
 }  # fmt: skip
+# Names of these prefixes, in the same order. OME-Zarr spells out all units.
+_SI_NAMES = (
+    "yotta", "zetta", "exa", "peta", "tera", "giga", "mega", "kilo", "hecto", "deca", "", "deci", "centi", "milli",
+    "micro", "nano", "pico", "femto", "atto", "zepto", "yocto",
+)  # fmt: skip
 _INCH_IN_MICROMETERS = 25_400.0
 # Shortest and longest voxel edge of light and electron microscopes in micrometers, from half an angstrom to a
 # millimeter.
@@ -41,17 +46,21 @@ MICROMETERS_PER_UNIT: dict[str, float] = {
     "pc": 3.0856775814913673e22,
     "pt": _INCH_IN_MICROMETERS / 72,
     "um": 1.0,
+    "micron": 1.0,
+    "microns": 1.0,
     "inch": _INCH_IN_MICROMETERS,
     "inches": _INCH_IN_MICROMETERS,
     '"': _INCH_IN_MICROMETERS,
     "angstrom": 1e-4,
+    "angstroms": 1e-4,
+    "foot": _INCH_IN_MICROMETERS * 12,
+    "yard": _INCH_IN_MICROMETERS * 36,
+    "mile": _INCH_IN_MICROMETERS * 63_360,
+    "parsec": 3.0856775814913673e22,
 }
-for _unit_name, _micrometers in (("meter", 1e6), ("metre", 1e6), ("micron", 1.0)):
-    for _prefix, _factor in (("", 1.0), ("milli", 1e-3), ("centi", 1e-2), ("micro", 1e-6), ("nano", 1e-9)):
-        if _unit_name != "micron" or not _prefix:
-            MICROMETERS_PER_UNIT[f"{_prefix}{_unit_name}"] = MICROMETERS_PER_UNIT[f"{_prefix}{_unit_name}s"] = (
-                _micrometers * _factor
-            )
+for _prefix, _exponent in zip(_SI_NAMES, _SI_EXPONENTS.values(), strict=True):
+    for _unit_name in ("meter", "meters", "metre", "metres"):
+        MICROMETERS_PER_UNIT[f"{_prefix}{_unit_name}"] = 10.0 ** (_exponent + 6)
 
 # Units of UnitsTime in the OME schema that are relevant for microscopy, by their spellings in OME and ImageJ.
 TIME_UNITS = {
@@ -60,7 +69,7 @@ TIME_UNITS = {
         "s": ("s", "sec", "second", "seconds"),
         "ms": ("ms", "msec", "millisecond", "milliseconds"),
         "µs": ("µs", "us", "usec", "microsecond", "microseconds"),
-        "ns": ("ns", "nsec"),
+        "ns": ("ns", "nsec", "nanosecond", "nanoseconds"),
         "min": ("min", "minute", "minutes"),
         "h": ("h", "hr", "hour", "hours"),
         "d": ("d", "day", "days"),
@@ -149,11 +158,15 @@ def _convert_voxel_size(axis: str, value: Any, unit: str, notes: list[str]) -> f
     """Convert the voxel size along one axis to micrometers, and add a note if the value is not a plausible length."""
     if value in (None, ""):
         return None
+    if get_micrometers_per_unit(unit) is None:
+        unit_text = f"in the unknown unit {unit.strip()[:16]!r}" if unit.strip() else "without a unit"
+        notes.append(f"The file has a voxel size of {str(value)[:32]} along {axis} {unit_text}, which is not used.")
+        return None
     size = convert_to_micrometers(value, unit)
     if size is None or not MICROSCOPE_LENGTHS[0] <= size <= MICROSCOPE_LENGTHS[1]:
-        length_text = f"{str(value)[:32]} {unit[:16] or '(no unit)'}"
         notes.append(
-            f"The file has a voxel size of {length_text} along {axis}, which is not plausible and is not used."
+            f"The file has a voxel size of {str(value)[:32]} {unit[:16]} along {axis}, which is not plausible and is"
+            " not used."
         )
         return None
     return size
@@ -231,13 +244,21 @@ def parse_imagej_calibration(
     """
     unit = str(metadata.get("unit") or "")
     if get_micrometers_per_unit(unit) is None:
-        return tags.get_calibration() if not unit else UNKNOWN_CALIBRATION
+        return tags.get_calibration() if not unit else _explain_unknown_unit(unit)
     spacing = metadata.get("spacing", default_spacing)
     tag_units = [""] if unit == tags.unit or not tags.unit else ["", tags.unit]
     if (unit, tags.unit) == ("um", "cm"):
         tag_units.reverse()
     candidates = [_parse_imagej_sizes(metadata, tags, source, spacing, tag_unit) for tag_unit in tag_units]
     return max(candidates, key=lambda candidate: sum(map(bool, (candidate.z, candidate.y, candidate.x))))
+
+
+def _explain_unknown_unit(unit: str) -> Calibration:
+    """Return an unknown voxel size, with a note unless the unit says that the image is not calibrated."""
+    if unit.strip().lower() in {"pixel", "pixels", "px"}:
+        return UNKNOWN_CALIBRATION
+    note = f"The file gives the voxel size in the unknown unit {unit.strip()[:16]!r}, so it is not used."
+    return replace(UNKNOWN_CALIBRATION, notes=(note,))
 
 
 def _parse_imagej_sizes(

@@ -144,7 +144,8 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         )
     if tuple(scores.shape) != expected_shape:
         raise BrokenModel(
-            f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}."
+            f"{spec.folder}: the network returned scores of shape {tuple(scores.shape)}, not {expected_shape}. It must"
+            " return one channel for each of `outputs`, in the size of the window (`input.roi_size`)."
         )
     _check_probability(scores, spec)
     if [tensor._version for tensor in tensors] != versions:

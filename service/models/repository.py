@@ -120,7 +120,9 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
 
 def _describe_errors(error: ValidationError) -> str:
     """Return all validation errors in one line, each preceded by its key."""
-    problems = [(".".join(map(str, problem["loc"])), get_validation_message(problem)) for problem in error.errors()]
+    # Pydantic inserts the types of a union, such as `tagged-union[...]`, which are no keys of the file.
+    keys = (".".join(str(part) for part in problem["loc"] if "[" not in str(part)) for problem in error.errors())
+    problems = zip(keys, map(get_validation_message, error.errors()), strict=True)
     return "; ".join(f"{key}: {message}" if key else message for key, message in problems)
 
 

@@ -23,6 +23,8 @@ from service.models.spec_parts import (
 )
 
 # Strings of several lines without other control characters.
+# Names of models, which are also the names of their folders.
+NAME_PATTERN = "^[a-z0-9][a-z0-9_-]{0,63}$"
 MultilineText = Annotated[str, Field(pattern=r"^[^\x00-\x08\x0b-\x1f\x7f-\x9f]*$")]
 # How far scores may lie outside the range from 0 to 1, because of rounding, if they are probabilities.
 PROBABILITY_TOLERANCE = 1e-2
@@ -134,7 +136,7 @@ class ModelSpec(FrozenModel):
     """
 
     format: Literal[1] = 1
-    name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
     version: Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")]
     summary: MultilineText
     licence: MultilineText

@@ -18,6 +18,12 @@ PIXELS = np.arange(2 * 5 * 3 * 4, dtype=np.uint16).reshape(2, 5, 3, 4)
 IMPLAUSIBLE_LENGTHS = st.one_of(st.floats(max_value=9e-6), st.floats(min_value=1.1e6), st.just(math.nan))
 
 
+@pytest.mark.parametrize("text", ["6.5um", "6.5µm", " 6.5 \u03bcm", "6.5UM"])
+def test_micrometers_have_several_spellings(text: str) -> None:
+    assert str(Diameter.parse(text)) == "6.5um"
+    assert ObjectVolume.parse(f"{text}3") == ObjectVolume(6.5, "um3")
+
+
 @pytest.mark.parametrize("text", ["15px", "7,15.5,15px", "6.5um"])
 def test_formatted_diameter_is_parsed_to_the_same_diameter(text: str) -> None:
     assert str(Diameter.parse(text)) == text

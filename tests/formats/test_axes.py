@@ -92,7 +92,9 @@ def test_unusable_metadata_is_rejected_for_stacks_and_noted_for_planes() -> None
 def test_override_takes_precedence(
     stored: str, shape: tuple[int, ...], override: str, expected: tuple[int, ...]
 ) -> None:
-    assert axes.resolve_axes(stored, shape, override) == Layout(override.upper(), expected)
+    layout = axes.resolve_axes(stored, shape, override)
+
+    assert (layout.axes, layout.shape) == (override.upper(), expected)
 
 
 @pytest.mark.parametrize("override", ["", "ZY", "ZYYX", "ZYXQ", "ZZYX", "YX", "CZYX", "TCZYX", "Z Y X", "ÄYX"])
@@ -131,9 +133,22 @@ def test_error_for_unknown_channel_lists_existing_channels(channel: int | str) -
         axes.select_part(Layout("CYX", (4, 6, 7)), NAMES, Selection(channel=channel))
 
 
-def test_channel_name_takes_precedence_over_number() -> None:
-    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection(channel="0")).channels == (2,)
-    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "1", "0"), Selection()).channels == (0, 1, 2)
+@pytest.mark.parametrize(("channel", "number"), [(0, 0), (1, 1), (2, 2), ("0", 2), (405, 0), (3, 1)])
+def test_channel_names_that_are_numbers_do_not_replace_indices(channel: int | str, number: int) -> None:
+    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "3", "0"), Selection(channel=channel)).channels == (
+        number,
+    )
+    assert axes.select_part(Layout("CYX", (3, 6, 7)), ("405", "3", "0"), Selection()).channels == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "override", "is_noted"),
+    [("ZYX", "XYZ", True), ("ZYX", "TYX", False), ("QYX", "ZXY", True), ("QYXS", "ZYXS", False), ("XYZ", "ZXY", False)],
+)
+def test_override_that_transposes_the_planes_of_a_file_is_noted(stored: str, override: str, is_noted: bool) -> None:
+    layout = axes.resolve_axes(stored, (5, 6, 7, 3)[: len(stored)], override)
+
+    assert any(f"axes={override}" in note for note in layout.notes) == is_noted
 
 
 def test_single_time_point_is_selected_by_default() -> None:

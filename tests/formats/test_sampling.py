@@ -19,17 +19,18 @@ RESOLUTION = Resolution(((5, 1), (4, 1)), "")
 
 UNITS = {
     1: ["µm", "μm", "um", "\\u00B5m", "Âµm", "micron", "Microns", "micrometer", "micrometres", " um\0"],
-    1e-6: ["pm"],
+    1e-6: ["picometer", "Picometers", "pm"],
     1e-4: ["Å"],
     1e-3: ["nm", "nanometers"],
     1e3: ["mm"],
     1e4: ["cm"],
-    1e5: ["dm"],
+    1e5: ["decimeter", "dm"],
     1e6: ["m", "meter"],
     1e9: ["km"],
     25400: ["in", "inch"],
     304800: ["ft"],
     25.4: ["thou"],
+    914400: ["yd", "yard"],
     25400 / 72: ["pt"],
 }
 
@@ -73,7 +74,15 @@ def test_imagej_unit_may_differ_per_axis(metadata: dict[str, Any], size: VoxelSi
 
     assert calibration.get_voxel_size() == size
     assert calibration.get_partial_voxel_size() is None
-    assert calibration.list_user_notes() == (() if size else (sampling.NO_VOXEL_SIZE_NOTE,))
+    assert calibration.list_user_notes()[-1:] == (() if size else (sampling.NO_VOXEL_SIZE_NOTE,))
+
+
+@pytest.mark.parametrize(("unit", "is_named"), [("microm", True), ("um/pixel", True), (" Pixels", False), ("", False)])
+def test_note_names_an_unknown_unit_of_an_imagej_stack(unit: str, is_named: bool) -> None:
+    calibration = sampling.parse_imagej_calibration({"spacing": 0.5, "unit": unit}, RESOLUTION, "ImageJ metadata")
+
+    assert calibration.get_voxel_size() is None
+    assert any(f"unknown unit {unit!r}" in note for note in calibration.list_user_notes()) == is_named
 
 
 @pytest.mark.parametrize("spacing", [0, 5e-6, float("nan"), "x", "0,5"])

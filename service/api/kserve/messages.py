@@ -139,9 +139,13 @@ def parse_request(content: bytes) -> InferenceRequest:
         return InferenceRequest.model_validate_json(content)
     except ValidationError as error:
         first_error = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(map(str, first_error["loc"]))[:MAX_NAME_CHARS] or "request"
+        # The location in a parameter ends with one of its types.
+        loc = first_error["loc"][:2] if first_error["loc"][:1] == ("parameters",) else first_error["loc"]
+        name = ".".join(map(str, loc))[:MAX_NAME_CHARS] or "request"
         is_unknown = first_error["type"] == "extra_forbidden"
         problem = "this member is not supported" if is_unknown else get_validation_message(first_error)
+        if len(loc) < len(first_error["loc"]):
+            problem = "expected a string such as '0.5,0.2,0.2', a number, true or false"
         raise BadParameter(f"{name}: {problem}.", parameter=name) from error
 
 

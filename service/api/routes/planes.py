@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from service.api.dependencies import RuntimeDependency, get_quota_name
+from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_quota_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.api.requests.volumes import open_label_volume, open_stack_volume
@@ -39,7 +39,12 @@ JobTime = Annotated[
 
 
 @router.get(
-    "/stacks/{stack}/planes", name="planes", tags=["stacks"], response_class=Response, responses=PLANES_RESPONSES
+    "/stacks/{stack}/planes",
+    name="planes",
+    tags=["stacks"],
+    response_class=Response,
+    responses=PLANES_RESPONSES,
+    dependencies=CHECKED_QUERY,
 )
 async def get_stack_planes(
     request: Request,
@@ -53,7 +58,14 @@ async def get_stack_planes(
     return await _send_planes(request, runtime, volume, plane_range)
 
 
-@router.get("/jobs/{job}/planes", name="planes", tags=["jobs"], response_class=Response, responses=PLANES_RESPONSES)
+@router.get(
+    "/jobs/{job}/planes",
+    name="planes",
+    tags=["jobs"],
+    response_class=Response,
+    responses=PLANES_RESPONSES,
+    dependencies=CHECKED_QUERY,
+)
 async def get_label_planes(
     request: Request, runtime: RuntimeDependency, job: JobId, plane_range: PlaneRangeQuery, time: JobTime = None
 ) -> Response:

@@ -11,7 +11,13 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
+from service.api.dependencies import (
+    CHECKED_QUERY,
+    AsyncJobsDependency,
+    RuntimeDependency,
+    get_caller,
+    get_quota_name,
+)
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN
 from service.api.messages.projects import (
@@ -130,7 +136,12 @@ async def delete_project(
     return await run_in_thread(delete)
 
 
-@router.get("/projects/{project}/table", response_class=StreamingResponse, responses=TABLE_RESPONSES)
+@router.get(
+    "/projects/{project}/table",
+    response_class=StreamingResponse,
+    responses=TABLE_RESPONSES,
+    dependencies=CHECKED_QUERY,
+)
 async def download_table(
     request: Request,
     runtime: RuntimeDependency,

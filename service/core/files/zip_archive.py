@@ -157,6 +157,11 @@ def _measure_comment(file: IO[bytes], size: int) -> int:
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
     path = PurePosixPath(entry.filename)
+    if "\\" in entry.orig_filename:
+        raise zipfile.BadZipFile(
+            f"the name {entry.orig_filename[:40]!r} has backslashes instead of slashes. Pack the folder with another"
+            " program, such as 7-Zip."
+        )
     if _is_unsafe(entry, path):
         raise zipfile.BadZipFile(
             f"{entry.orig_filename!r} would be extracted outside the target folder, or is a link or a device."
@@ -172,7 +177,7 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
 def _is_unsafe(entry: zipfile.ZipInfo, path: PurePosixPath) -> bool:
     """Return whether an entry would be extracted outside the target folder, or is a link or a device."""
     file_type = stat.S_IFMT(entry.external_attr >> 16)
-    is_outside = path.is_absolute() or ".." in path.parts or "\\" in entry.orig_filename or "\0" in entry.orig_filename
+    is_outside = path.is_absolute() or ".." in path.parts or "\0" in entry.orig_filename
     return is_outside or file_type not in {0, stat.S_IFREG, stat.S_IFDIR}
 
 

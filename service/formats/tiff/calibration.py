@@ -136,16 +136,22 @@ def _read_fluoview(tiff: TiffFile, _page: TiffPage) -> Calibration:
 
 
 def _read_scanimage(tiff: TiffFile, page: TiffPage) -> Calibration:
-    """Read the plane distance of ScanImage, and the pixel size from the corners of the field of view.
+    """Read the plane distance of ScanImage, and the pixel size from the corners of the field of view."""
+    if not tiff.is_scanimage:
+        return sampling.UNKNOWN_CALIBRATION
+    header = read_scanimage_header(tiff)
+    sizes = [_find_scanimage_step(header), *_find_scanimage_pixel_size(header, page)]
+    return sampling.parse_calibration(sizes, "um", "ScanImage header")
+
+
+def read_scanimage_header(tiff: TiffFile) -> str:
+    """Return the properties of an acquisition with ScanImage, one per line.
 
     Depending on the version, they are in the header of the file, the tag Software or the description.
     """
-    if not tiff.is_scanimage:
-        return sampling.UNKNOWN_CALIBRATION
+    page = tiff.pages.first
     frame_data = (tiff.scanimage_metadata or {}).get("FrameData") or {}
-    text = "\n".join([*(f"{key} = {value}" for key, value in frame_data.items()), page.software, page.description])
-    sizes = [_find_scanimage_step(text), *_find_scanimage_pixel_size(text, page)]
-    return sampling.parse_calibration(sizes, "um", "ScanImage header")
+    return "\n".join([*(f"{key} = {value}" for key, value in frame_data.items()), page.software, page.description])
 
 
 def _find_scanimage_step(text: str) -> float | None:

@@ -23,7 +23,7 @@ from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes import missing, page_loader
-from service.formats.tiff.planes.page_loader import Page, get_keyframe
+from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.stored_image import (
     DeclaredStack,
     StoredImage,
@@ -37,6 +37,7 @@ from service.formats.tiff.planes.stored_image import (
     needs_own_order,
     read_micromanager_pages,
     read_plain_pages,
+    read_scanimage_pages,
     read_separate_pages,
 )
 
@@ -145,6 +146,10 @@ def _read_ome_image(
         return _read_unusable_ome(tiff, structure, problem)
     pages = page_loader.load_pages(tiff, structure, image.page_indices)
     page = get_keyframe(pages[0])
+    described_count, plane_count = _count_described_planes(tiff, structure, images, page)
+    if described_count < plane_count:
+        problem = f"its OME-XML describes only {described_count} of {plane_count} planes of the same size and type"
+        return _read_unusable_ome(tiff, structure, problem)
     if not image.matches(page):
         stored_lengths = dict(zip(page.axes, page.shape, strict=True))
         raise BadFile(
@@ -166,6 +171,17 @@ def _read_ome_image(
     )
 
 
+def _count_described_planes(
+    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], page: TiffPage
+) -> tuple[int, int]:
+    """Count the planes with the format of a page that the OME-XML describes, and those that the file has."""
+    described_counts = [image.stored_count for image in images if image.matches(page)]
+    if sum(image.stored_count for image in images) >= len(structure.offsets):
+        return sum(described_counts), sum(described_counts)
+    planes = page_loader.group_by_format(page_loader.find_planes(tiff, structure))
+    return sum(described_counts), len(planes.get(PageFormat.from_page(page), ()))
+
+
 def _make_choice_notes(images: Sequence[ome.OmeImage], image: ome.OmeImage) -> tuple[str, ...]:
     notes = make_choice_notes(len(images), image.name)
     return tuple(f"{note} To use another one, set scene to its name or index." for note in notes)
@@ -180,6 +196,8 @@ def _make_incomplete_notes(image: ome.OmeImage) -> tuple[str, ...]:
 
 def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str, selection: Selection) -> StoredImage:
     declared = DeclaredStack(kind, *metadata.read_declared_dimensions(tiff, kind))
+    if kind == "scanimage" and (image := read_scanimage_pages(tiff, structure, selection)) is not None:
+        return image
     if kind == "mmstack":
         positions, offsets = metadata.read_micromanager_index(tiff, declared.axes)
         if len(positions) < declared.plane_count:

@@ -18,7 +18,7 @@ from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats.sampling import get_micrometers_per_unit, parse_calibration
-from service.formats.vendor.scene import Scene, SceneFile, find_time_interval
+from service.formats.vendor.scene import Scene, SceneFile, find_time_interval, parse_number
 
 # Filters that are part of HDF5: deflate, shuffle, Fletcher32, szip, n-bit and scale-offset. HDF5 would load a library
 # for any other filter.
@@ -49,7 +49,8 @@ class ImarisScene(Scene):
         num_channels = _count_groups(first_time, "Channel", MAX_CHANNELS)
         pixels = _open_pixels(first_time, "Channel 0/Data")
         # Datasets are padded to complete chunks, so the size is stored separately.
-        size = tuple(int(self._read_text(axis) or length) for axis, length in zip("ZYX", pixels.shape, strict=True))
+        stated = [self._read_text(axis) or _read_size(first_time, axis) for axis in "ZYX"]
+        size = tuple(int(text or length) for text, length in zip(stated, pixels.shape, strict=True))
         if min(size) < 1 or any(stored < length for stored, length in zip(pixels.shape, size, strict=True)):
             raise BadFile(f"The file states {size} voxels along z, y and x, but stores {pixels.shape}.")
         self.axes, self.shape = "TCZYX", (num_times, num_channels, *size)
@@ -74,7 +75,7 @@ class ImarisScene(Scene):
         bounds = self._read_text(f"ExtMin{axis}"), self._read_text(f"ExtMax{axis}")
         if factor is None or not all(bounds):
             return None
-        return abs(float(bounds[1]) - float(bounds[0])) * factor / length or None
+        return abs(parse_number(bounds[1]) - parse_number(bounds[0])) * factor / length or None
 
     def read_plane(self, position: dict[str, int]) -> Array:
         """Return the plane [Y, X] at a position."""
@@ -93,6 +94,11 @@ def _open(group: h5py.Group, path: str) -> Any:
             raise BadFile(f"{path} is missing or is a link.")
         group = group[name]
     return group
+
+
+def _read_size(time_point: h5py.Group, axis: str) -> str:
+    """Return the size of the first channel without padding, or "" if it is not stated."""
+    return _decode(_open(time_point, "Channel 0").attrs.get(f"ImageSize{axis}", b""))
 
 
 def _open_pixels(group: h5py.Group, path: str) -> h5py.Dataset:
@@ -129,10 +135,10 @@ def _read_attributes(file: h5py.File, path: str) -> dict[str, str]:
 
 def _parse_color(channel: Mapping[str, str]) -> str:
     """Return the color of a channel, or "" if it is unknown or a color table."""
-    color = channel.get("Color", "").split()
-    if channel.get("ColorMode", "BaseColor") != "BaseColor" or len(color) != 3:
+    color = [parse_number(part) for part in channel.get("Color", "").split()]
+    if channel.get("ColorMode", "BaseColor") != "BaseColor" or len(color) != 3 or any(map(math.isnan, color)):
         return ""
-    return "#" + "".join(f"{round(255 * min(max(float(part), 0), 1)):02x}" for part in color)
+    return "#" + "".join(f"{round(255 * min(max(part, 0), 1)):02x}" for part in color)
 
 
 def _parse_time_interval(times: Sequence[str]) -> TimeInterval | None:

@@ -6,6 +6,7 @@ An OIF is a file of settings, NAME.oif, and a folder of planes, NAME.oif.files. 
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import struct
@@ -22,7 +23,7 @@ from service.core.files.zip_archive import ZipLimits, open_archive, translate_zi
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats.sampling import Calibration, get_micrometers_per_unit, parse_calibration, parse_time_interval
-from service.formats.vendor.scene import Scene, SceneFile
+from service.formats.vendor.scene import Scene, SceneFile, parse_number
 
 # Names of planes and of lookup tables, such as s_C001Z002T003.tif and s_LUT1.lut.
 _PLANE_NAME = re.compile(r".*_((?:[A-Z]\d{3})+)\.tif", re.DOTALL)
@@ -180,7 +181,7 @@ def _parse_time_interval(axis: Mapping[str, Any]) -> TimeInterval | None:
     unit, intervals = str(axis.get("UnitName")), _parse_length(axis) - 1
     if not intervals:
         return None
-    length = float(axis.get("EndPosition", 0)) - float(axis.get("StartPosition", 0))
+    length = parse_number(axis.get("EndPosition", 0)) - parse_number(axis.get("StartPosition", 0))
     return parse_time_interval(axis.get("Interval"), unit) or parse_time_interval(length / intervals, unit)
 
 
@@ -194,11 +195,8 @@ def _find_distance(axis: Mapping[str, Any]) -> float | None:
 def _convert_length(end: Any, unit: Any, start: Any = 0) -> float | None:
     """Return the length of an interval in micrometers, or None if it is zero or not known."""
     factor = get_micrometers_per_unit(str(unit))
-    try:
-        length = abs(float(end) - float(start))
-    except (TypeError, ValueError):
-        return None
-    return length * factor or None if factor is not None else None
+    length = abs(parse_number(end) - parse_number(start))
+    return length * factor or None if factor is not None and not math.isnan(length) else None
 
 
 def _find_channel_names(settings: Mapping[str, Any], num_channels: int) -> tuple[str, ...]:

@@ -74,6 +74,14 @@ class SceneFile(NamedTuple):
     open_scene: Callable[[int], Scene]
 
 
+def parse_number(value: Any) -> float:
+    """Return a number, or NaN for any other value. Invalid sizes, times and colors do not make a file unreadable."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
+
+
 @dataclass(frozen=True)
 class VendorStack(OpenStack):
     """A scene with its axes and the selected part.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import mul
 from typing import Any
 
 import numpy as np
 
-from service.core.errors import BadFile
+from service.core.errors import BadFile, TooLarge
 from service.core.quantities import TimeInterval
 from service.formats import sampling
 from service.formats.axes import select_scene
@@ -21,6 +23,8 @@ from service.formats.zarr.store import Store, read_json, translate_errors
 
 # Maximum number of images in a collection from which one can be selected.
 _MAX_IMAGES = 1000
+# Versions whose metadata has no axes, because all images have the axes TCZYX.
+_VERSIONS_WITHOUT_AXES = ("", "0.1", "0.2")
 _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `multiscales`."
 
 
@@ -60,15 +64,19 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             multiscale = multiscales[select_scene(scenes, 0 if scene is None else scene)]
         else:
             multiscale = multiscales[0]
-        dataset = multiscale["datasets"][0]
-        path = zarr_store.join(folder, dataset["path"])
+        datasets = multiscale["datasets"]
+        paths = [zarr_store.join(folder, dataset["path"]) for dataset in (datasets[0], datasets[-1])]
     note = (
         f"The store contains {len(scenes)} images. The first one is used. To use another one, set scene to its index."
     )
-    array = open_array(store, path)
+    array, is_first = _open_finest(store, *paths)
     with translate_errors("its OME metadata"):
-        version = attributes.get("version") or multiscale.get("version") or ""
-        letters, units = _parse_axes(multiscale.get("axes"), len(array.shape))
+        dataset = datasets[0 if is_first else -1]
+        version = str(attributes.get("version") or multiscale.get("version") or "")
+        axes = _find_axes(multiscale, dataset)
+        if axes is None and version in _VERSIONS_WITHOUT_AXES and len(array.shape) == 5:
+            axes = "tczyx"
+        letters, units = _parse_axes(axes, len(array.shape))
         scale = _parse_scale(dataset, multiscale, len(array.shape))
         scale_by_axis = dict(zip(letters, zip(scale, units, strict=True), strict=True)) if scale else {}
         names, colors = _parse_channels(attributes)
@@ -83,6 +91,21 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             (note,) if len(scenes) > 1 and scene is None else (),
             scenes if len(scenes) > 1 else (),
         )
+
+
+def _open_finest(store: Store, first_path: str, last_path: str) -> tuple[ZarrArray, bool]:
+    """Return the array with the full resolution, and whether it is the first one.
+
+    The specification requires that the first array is the largest, but some programs write the reverse order.
+    """
+    first = open_array(store, first_path)
+    try:
+        last = first if last_path == first_path else open_array(store, last_path)
+    except (BadFile, TooLarge):
+        # Only the full resolution is needed. Coarser ones may not have been copied.
+        last = first
+    is_first = math.prod(last.shape) <= math.prod(first.shape)
+    return (first if is_first else last), is_first
 
 
 def _find_group(store: Store, scene: int | str | None) -> tuple[str, dict[str, Any], tuple[str, ...]]:
@@ -126,10 +149,21 @@ def _read_attributes(store: Store, folder: str) -> dict[str, Any]:
     return read_json(store, f"{prefix}.zattrs") or {}
 
 
+def _find_axes(multiscale: dict[str, Any], dataset: dict[str, Any]) -> Any:
+    """Return the metadata of the axes, or None if there is none.
+
+    From version 0.6 on, the axes are those of the coordinate system that the transformations of the array lead to.
+    """
+    if "coordinateSystems" not in multiscale:
+        return multiscale.get("axes")
+    outputs = [transformation["output"] for transformation in dataset["coordinateTransformations"]]
+    names = [output["name"] if isinstance(output, dict) else output for output in outputs]
+    axes_by_name = {system["name"]: system["axes"] for system in multiscale["coordinateSystems"]}
+    return axes_by_name[names[-1]]
+
+
 def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
     """Return the letter and the unit of each dimension. Unsupported dimensions get the letter Q."""
-    if metadata is None and dimension_count == 5:
-        return "TCZYX", [""] * 5
     letters, units = "", []
     for axis in metadata or ["?"] * dimension_count:
         fields = axis if isinstance(axis, dict) else {"name": axis}
@@ -143,17 +177,34 @@ def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
 
 def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_count: int) -> list[float]:
     """Return the pixel size along each dimension, or [] if the metadata has no scale."""
+    transformations = _list_transformations(dataset)
+    if "coordinateSystems" not in multiscale:
+        # From version 0.6 on, these transformations lead to other coordinate systems.
+        transformations += _list_transformations(multiscale)
+    elif unsupported := sorted({kind for kind, _ in transformations} - {"scale", "translation", "identity"}):
+        raise BadFile(
+            f"The OME metadata has a transformation of the type {unsupported[0][:40]!r} between the array and its axes,"
+            " which is not supported. Save the image with a scale and a translation only."
+        )
     pixel_sizes: list[float] = []
-    for transformations in (dataset.get("coordinateTransformations"), multiscale.get("coordinateTransformations")):
-        for transformation in transformations or ():
-            if transformation.get("type") == "scale":
-                factors = [float(factor) for factor in transformation["scale"]]
-                if len(factors) != dimension_count:
-                    raise BadFile(f"The OME metadata has {len(factors)} scale factors for {dimension_count} axes.")
-                pixel_sizes = [
-                    size * factor for size, factor in zip(pixel_sizes or [1.0] * dimension_count, factors, strict=True)
-                ]
+    for kind, values in transformations:
+        if kind == "scale":
+            if values is None:
+                # The scale is in an array of its own.
+                return []
+            if len(values) != dimension_count:
+                raise BadFile(f"The OME metadata has {len(values)} scale factors for {dimension_count} axes.")
+            pixel_sizes = list(map(mul, pixel_sizes or [1.0] * dimension_count, map(float, values)))
     return pixel_sizes
+
+
+def _list_transformations(metadata: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the types of the transformations of an array or image, each with its values, or None without values."""
+    listed = list[tuple[str, Any]]()
+    for transformation in metadata.get("coordinateTransformations") or ():
+        parts = transformation["transformations"] if transformation["type"] == "sequence" else [transformation]
+        listed += [(str(part["type"]), part.get(part["type"])) for part in parts]
+    return listed
 
 
 def _parse_calibration(scale_by_axis: Mapping[str, tuple[float, str]]) -> Calibration:

@@ -29,7 +29,7 @@ from service.models.importers.monai import bundle
 from service.models.importers.programs import cellpose, nnunet, panseg_export, plantseg, stardist
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME, PICTURE_FILE, read_spec
-from service.models.spec import Architecture, ModelSpec
+from service.models.spec import NAME_PATTERN, Architecture, ModelSpec
 
 # Maximum difference from the expected output of a test, relative to the largest absolute value in the expected output,
 # or to 1 if all values are smaller.
@@ -145,7 +145,13 @@ def _write_model_folder(
 def _make_content(draft: Draft, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of the model file except `weights`, converted to valid values."""
     content = _apply_overrides(draft.content, overrides)
-    content["name"] = overrides.get("name") or _make_slug(str(content["name"]))
+    slug = _make_slug(str(overrides.get("name") or content["name"]))
+    if (name := overrides.get("name")) and not re.fullmatch(NAME_PATTERN, str(name)):
+        raise UnsupportedPackage(
+            f"name={str(name)[:80]!r} is not valid. Use up to 64 lower-case letters, digits, - and _, for example"
+            f" {slug}."
+        )
+    content["name"] = name or slug
     for key in {"summary", "licence", "training_data"} & content.keys():
         if isinstance(content[key], str):
             content[key] = CONTROL_CHARACTERS.sub("", content[key])

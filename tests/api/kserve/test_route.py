@@ -206,6 +206,7 @@ def check_refusal(response: Any, status: int, words: str) -> None:
     ("members", "words"),
     [
         ({"parameters": {"sequence_id": 1}}, "'sequence_id'"),
+        ({"parameters": {"voxel_size": [1, 1, 1]}}, "parameters.voxel_size: expected a string such as"),
         ({"parameters": {"input": "scans/a.tif"}}, "'input'"),
         ({"parameters": {"overlap": 2}}, "overlap"),
         ({"parameters": {"time": "all", "axes": "TYX"}}, "time"),

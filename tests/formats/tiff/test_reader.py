@@ -559,6 +559,32 @@ def test_ome_images_of_one_plane_each_are_not_reduced_to_the_first(tmp_path: Pat
     np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
 
 
+@pytest.mark.parametrize("compression", [None, "zlib"])
+def test_ome_that_describes_only_a_part_of_the_planes_is_not_reduced_to_them(
+    tmp_path: Path, compression: str | None
+) -> None:
+    path, stack = tmp_path / "stack.ome.tif", noise(6, 9, 11)
+    xml = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><Image ID="Image:0"><Pixels ID="Pixels:0"'
+        ' DimensionOrder="XYZCT" Type="uint16" SizeX="11" SizeY="9" SizeZ="4" SizeC="1" SizeT="1" PhysicalSizeX="0.2"'
+        ' PhysicalSizeY="0.2" PhysicalSizeZ="0.5"><TiffData/></Pixels></Image></OME>'
+    )
+    with tifffile.TiffWriter(path) as writer:
+        for index, plane in enumerate(stack):
+            # The last pages have other tags than the first ones.
+            options = {"compression": compression} if index > 3 else {"description": xml} if index == 0 else {}
+            writer.write(plane, photometric="minisblack", metadata=None, contiguous=False, **options)
+        writer.write(stack[0, ::3, ::3], photometric="minisblack", metadata=None, subfiletype=1)
+
+    with pytest.raises(AmbiguousAxes, match="describes only 4 of 6 planes"):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+
+    # The thumbnail is not a plane of the image.
+    path.write_bytes(path.read_bytes().replace(b'SizeZ="4"', b'SizeZ="6"'))
+    np.testing.assert_array_equal(read_pixels(path)[0], stack)
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).voxel_size == VoxelSize(0.5, 0.2, 0.2)
+
+
 @pytest.mark.parametrize("lengths", [(4, 4, 4), (4, 3), (1, 7)])
 @pytest.mark.parametrize("compression", [None, "zlib"])
 def test_stacks_in_one_file_are_not_reduced_to_the_largest(

@@ -87,6 +87,31 @@ def test_without_attributes_the_size_of_the_dataset_is_used(tmp_path: Path) -> N
     assert (description.shape, description.voxel_size) == ((3, 16, 32, 64), None)
 
 
+def test_sizes_without_attributes_of_the_image_are_those_of_the_channel(tmp_path: Path) -> None:
+    path = write_imaris(tmp_path / "a.ims", attributes={"Unit": "um", "ExtMin0": "0", "ExtMax0": "10"})
+    with h5py.File(path, "r+") as file:
+        for axis, length in zip("ZYX", STACK.shape[2:], strict=True):
+            group = file["DataSet/ResolutionLevel 0/TimePoint 0/Channel 0"]
+            group.attrs[f"ImageSize{axis}"] = to_characters(str(length))
+
+    description = stack_reader.inspect(path, Selection(time=0), LIMIT)
+
+    assert (description.shape, description.partial_voxel_size) == ((3, 5, 30, 50), (None, None, 0.2))
+
+
+def test_invalid_sizes_and_colors_do_not_make_a_file_unreadable(tmp_path: Path) -> None:
+    path = write_imaris(tmp_path / "a.ims")
+    with h5py.File(path, "r+") as file:
+        file["DataSetInfo/Image"].attrs["ExtMax0"] = to_characters("10,0")
+        file["DataSetInfo/Channel 0"].attrs["Color"] = to_characters("x nan 1.0")
+
+    description = stack_reader.inspect(path, Selection(time=0), LIMIT)
+
+    assert (description.shape, description.voxel_size) == ((3, 5, 30, 50), None)
+    assert any("along x, which is not plausible" in note for note in description.notes)
+    assert description.colours == ("", "#ff0000", "")
+
+
 def make_external(folder: Path, group: Any) -> None:
     (folder / "secret").write_bytes(bytes(16**3 * 2))
     group.create_dataset("Data", (16, 16, 16), "<u2", external=[(str(folder / "secret"), 0, 16**3 * 2)])

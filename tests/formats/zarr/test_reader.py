@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import threading
 import time
 import zipfile
@@ -409,3 +410,77 @@ def test_collections_plates_and_arrays_are_distinguished(tmp_path: Path) -> None
         stack_reader.inspect(plain / "0", Selection(), LIMIT)
     with pytest.raises(BadParameter, match="channel="):
         stack_reader.read(plain, Selection(channel=3), LIMIT)
+
+
+def use_coordinate_systems(attributes: dict[str, Any], transformation: dict[str, Any], output: Any) -> None:
+    """Convert the metadata of an image to version 0.6, in which coordinate systems replace the axes."""
+    multiscale = attributes["multiscales"][0]
+    axes = multiscale.pop("axes")
+    world = {"name": "world", "axes": [*reversed(axes)]}
+    multiscale["coordinateSystems"] = [world, {"name": "intrinsic", "axes": axes}]
+    multiscale["datasets"][0]["coordinateTransformations"] = [transformation | {"input": {"path": "0"}} | output]
+    multiscale["coordinateTransformations"] = [
+        {"type": "scale", "scale": [10.0] * len(axes), "input": {"name": "intrinsic"}, "output": {"name": "world"}}
+    ]
+    attributes["version"] = "0.6"
+
+
+SCALE_06 = {"type": "scale", "scale": [30, 0.5, 1, 0.2, 0.2]}
+TRANSLATION_06 = {"type": "translation", "translation": [0, 1, 0, 2, 3]}
+
+
+@pytest.mark.parametrize("output", [{"output": {"name": "intrinsic"}}, {"output": "intrinsic"}])
+@pytest.mark.parametrize(
+    "transformation", [SCALE_06, {"type": "sequence", "transformations": [SCALE_06, TRANSLATION_06]}]
+)
+def test_axes_of_version_06_are_those_of_the_coordinate_system(
+    transformation: dict[str, Any], output: Any, time_series: np.ndarray, tmp_path: Path
+) -> None:
+    pixels = time_series.transpose(0, 2, 1, 3, 4)
+    store = write_zarr(tmp_path / "a.zarr", pixels, "tzcyx")
+    group = zarr.open_group(store)
+    attributes: dict[str, Any] = dict(group.attrs["ome"])  # type: ignore[arg-type]
+    use_coordinate_systems(attributes, transformation, output)
+    group.attrs["ome"] = attributes
+
+    description = stack_reader.inspect(store, Selection(), LIMIT)
+    volume = stack_reader.read(store, Selection(time=1, channel=2), LIMIT)
+
+    assert (description.container, description.axes) == ("OME-Zarr 0.6", "TZCYX")
+    assert (description.voxel_size, description.time_interval) == (VoxelSize(0.5, 0.2, 0.2), TimeInterval(30, "s"))
+    assert np.array_equal(volume.read_all()[0], time_series[1, 2])
+    attributes["multiscales"][0]["datasets"][0]["coordinateTransformations"][0]["type"] = "mapAxis"
+    group.attrs["ome"] = attributes
+    with pytest.raises(BadFile, match="mapAxis"):
+        stack_reader.inspect(store, Selection(), LIMIT)
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_axes_are_assumed_only_for_versions_without_axes(version: str, time_series: np.ndarray, tmp_path: Path) -> None:
+    store = write_zarr(tmp_path / "a.zarr", time_series, "tczyx", "0.4")
+    multiscale: dict[str, Any] = json.loads((store / ".zattrs").read_text())["multiscales"][0]
+    del multiscale["axes"]
+    edit_json(store, ".zattrs", multiscales=[multiscale | {"version": version}])
+    with pytest.raises(AmbiguousAxes):
+        stack_reader.inspect(store, Selection(), LIMIT)
+    edit_json(store, ".zattrs", multiscales=[multiscale | {"version": "0.2"}])
+    assert stack_reader.inspect(store, Selection(), LIMIT).axes == "TCZYX"
+
+
+def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_path: Path) -> None:
+    store = write_zarr(tmp_path / "a.zarr", time_series[0, 0], version="0.4")
+    coarse = write_zarr(tmp_path / "b.zarr", time_series[0, 0, :, ::2, ::2], version="0.4")
+    shutil.copytree(coarse / "0", store / "1")
+    finest = json.loads((store / ".zattrs").read_text())["multiscales"][0]["datasets"][0]
+    scale = [{"type": "scale", "scale": [0.5, 0.4, 0.4]}]
+    datasets = [{"path": "1", "coordinateTransformations": scale}, finest]
+    for order in (datasets, datasets[::-1]):
+        edit_json(store, ".zattrs", multiscales__0__datasets=order)
+        assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).read_all()[0], time_series[0, 0])
+        assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size == VoxelSize(0.5, 0.2, 0.2)
+    # A coarser resolution that was not copied is not needed, and neither is a scale in an array of its own.
+    shutil.rmtree(store / "1")
+    assert stack_reader.inspect(store, Selection(), LIMIT).shape == (1, 7, 30, 50)
+    finest["coordinateTransformations"] = [{"type": "scale", "path": "scales"}]
+    edit_json(store, ".zattrs", multiscales__0__datasets=[finest])
+    assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size is None

@@ -104,6 +104,29 @@ def test_imported_torch_export_graph_gives_the_same_scores(bands_network: nn.Mod
     assert torch.allclose(load_network(spec)(image), bands_network(image))
 
 
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [("../Outside", "outside"), ("a/b", "a-b"), ("My Nuclei", "my-nuclei"), ("x" * 65, "x" * 64)],
+)
+def test_invalid_name_is_rejected_before_a_folder_is_created(
+    bands_network: nn.Module, tmp_path: Path, name: str, suggestion: str
+) -> None:
+    file = tmp_path / "bands.pt2"
+    torch.export.save(torch.export.export(bands_network, (torch.rand(1, 1, 16, 16, 16),)), file)
+    with pytest.raises(UnsupportedPackage, match=rf"is not valid.* for example {suggestion}\."):
+        import_model(file, tmp_path / "models", OVERRIDES | {"name": name})
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_error_for_an_invalid_value_contains_only_keys_of_the_file(bands_network: nn.Module, tmp_path: Path) -> None:
+    file = tmp_path / "bands.pt2"
+    torch.export.save(torch.export.export(bands_network, (torch.rand(1, 1, 16, 16, 16),)), file)
+    normalization = {"kind": "range", "low": 5.0, "high": 5.0}
+    inputs = OVERRIDES["input"] | {"normalisation": normalization}
+    with pytest.raises(BrokenModel, match=r"model\.yaml: input\.normalisation\.range: low and high must differ"):
+        import_model(file, tmp_path / "models", OVERRIDES | {"input": inputs})
+
+
 def test_network_that_modifies_its_tensors_is_rejected(tmp_path: Path) -> None:
     """Its scores could reveal pixels from another request."""
 

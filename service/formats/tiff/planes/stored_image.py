@@ -22,7 +22,7 @@ from service.formats import sampling
 from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata
 from service.formats.tiff.ifd import Structure
-from service.formats.tiff.planes import missing, page_loader
+from service.formats.tiff.planes import missing, page_loader, scanimage
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
 
 # Errors that tifffile, its codecs and NumPy raise for damaged files.
@@ -240,6 +240,20 @@ def read_micromanager_pages(tiff: TiffFile, structure: Structure, selection: Sel
         image = add_metadata(read_plain_pages(tiff, structure), tiff, "mmstack")
         return replace(image, metadata_problem=problem)
     return arrange_planes(tiff, DeclaredStack("mmstack", axes, shape), positions, pages, selection)
+
+
+def read_scanimage_pages(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage | None:
+    """Read a ScanImage file, or return None if its header does not specify the order of the pages."""
+    layout = scanimage.parse_layout(calibration.read_scanimage_header(tiff))
+    if layout is None:
+        return None
+    image = read_plain_pages(tiff, structure)
+    if not scanimage.starts_with_volume(layout, tiff.pages.first.description):
+        problem = "its metadata (ScanImage TIFF) says that the file begins in the middle of a volume"
+        return add_metadata(replace(image, metadata_problem=problem), tiff, "scanimage")
+    axes, shape, positions, indices = scanimage.find_positions(layout, len(image.pages))
+    pages = [image.pages[index] for index in indices]
+    return arrange_planes(tiff, DeclaredStack("scanimage", axes, shape), positions, pages, selection)
 
 
 def is_in_page_order(tiff: TiffFile, structure: Structure) -> bool:

@@ -1,0 +1,42 @@
+"""Unknown and repeated query parameters of routes that FastAPI would ignore."""
+
+from __future__ import annotations
+
+import pytest
+from job_service import Service
+from live import as_tiff, parse_problem
+from pixels import noise
+
+STACK = as_tiff(noise(4, 8, 10))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "parameter"),
+    [
+        ("GET", "/jobs/{job}/result?filters=confidence:0.8:", "filters"),
+        ("GET", "/jobs/{job}/planes?chanel=1", "chanel"),
+        ("GET", "/stacks/{stack}/planes?chanel=1", "chanel"),
+        ("GET", "/stacks/{stack}/planes?channel=0&channel=0", "channel"),
+        ("GET", "/jobs?limt=1", "limt"),
+        ("POST", "/annotations?stack={stack}&ignore_lable=5", "ignore_lable"),
+        ("POST", "/annotations?stack={stack}&name=a&name=b", "name"),
+        ("GET", "/projects/{job}/table?column=area", "column"),
+    ],
+)
+def test_unknown_and_repeated_parameters_are_rejected(service: Service, method: str, path: str, parameter: str) -> None:
+    ids = {"job": service.submit(STACK)["id"], "stack": service.post("/stacks", STACK).json()["id"]}
+
+    response = service.client.request(method, path.format(**ids), content=STACK if method == "POST" else None)
+
+    assert parse_problem(response) == (422, "bad-parameter")
+    assert response.json()["parameter"] == parameter
+
+
+def test_known_parameters_and_repeated_filters_are_accepted(service: Service) -> None:
+    job = service.run(STACK)
+    query = {"filter": ["label:0:", "num_pixels:0:"]}
+
+    # This result has no table whose rows could be filtered.
+    assert "measurements" in service.client.get(f"/jobs/{job['id']}/result", params=query).json()["detail"]
+    assert service.client.get("/jobs?limit=1").status_code == 200
+    assert service.client.get(f"/jobs/{job['id']}/planes?axis=y&from=0&to=2").status_code == 200
