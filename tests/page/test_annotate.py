@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from browsing import (
     read_measurement,
 )
 from live import LabelTiff, LiveServer, as_tiff
+from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
@@ -87,6 +89,7 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     is_unknown[[*range(8), *range(14, 24)]] = False
     assert np.array_equal(stored, np.where(is_unknown, annotation["ignore_label"], labels))
 
+    continue_in_another_browser(nuclei, open_page, labels)
     page.reload()
     expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
     expect(page.get_by_role("button", name="Mark plane")).to_be_visible()
@@ -96,13 +99,42 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     drafts = page.get_by_role("region", name="Annotations in this browser")
     expect(drafts).to_contain_text("2 objects · planes XY 9, XY 14")
     check_accessibility(page)
-    drafts.get_by_role("link").click()
-    expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
+    stored = page.get_by_role("region", name="Annotated stacks on the server")
+    for link in (drafts.get_by_role("link"), stored.get_by_role("link")):
+        page.get_by_role("button", name="New stack").click()
+        link.click()
+        expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
     page.get_by_role("button", name="New stack").click()
     page.on("dialog", lambda prompt: prompt.accept())
     drafts.get_by_role("button", name="Delete the annotation").click()
     expect(drafts).to_have_count(0)
     nuclei.client.delete(f"/annotations/{annotation['id']}")
+
+
+def continue_in_another_browser(live: LiveServer, open_page: OpenPage, labels: NDArray[Any]) -> None:
+    """Open the annotated stack in a browser without the annotation, change it, and save it."""
+    page = open_page(live, accept_downloads=True)
+    page.get_by_role("region", name="Annotated stacks on the server").get_by_role("link").click()
+    panel, dialog = page.locator(".correct"), page.get_by_role("dialog")
+    expect(panel).to_contain_text("2 objects · loaded from the server")
+    assert np.array_equal(export_labels(page), labels)
+    go_to(page, FIRST)
+    expect(page.get_by_role("button", name="Unmark plane XY 9")).to_be_visible()
+    expect(page.get_by_role("list", name="Marked planes").get_by_role("listitem")).to_have_text(["XY 9", "XY 14"])
+    if live.client.get("/limits").json()["training"]:
+        # The labels are already saved.
+        page.get_by_role("button", name="Train a model").click()
+        expect(dialog).to_contain_text("Base model")
+        dialog.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Brush").click()
+    page.get_by_label("Create a new object").check()
+    paint(page, (8, 60, 20))
+    page.get_by_role("button", name="Save as annotated stack").click()
+    dialog.get_by_role("button", name="Save").click()
+    expect(panel).to_contain_text("Saved as annotated stack")
+    newest = live.client.get("/annotations").json()["annotations"][0]
+    assert (newest["objects"], newest["region"]) == (3, "8:14,0:80,0:80")
+    live.client.delete(f"/annotations/{newest['id']}")
 
 
 def test_box_is_drawn_and_changed_in_three_views(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:

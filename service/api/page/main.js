@@ -10,12 +10,13 @@ import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { checkConnection, watchConnection } from "./core/connection.js";
-import { byId } from "./core/elements.js";
+import { byId, element } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { createDraftList } from "./correct/draft_list.js";
 import { EmptyLabels, SELECTION_NAMES } from "./correct/label_sources.js";
+import { reopenAnnotation } from "./correct/stored_annotation.js";
 import { openGallery } from "./gallery/gallery.js";
 import { offerProject } from "./project/offer.js";
 import { createProjectList } from "./project/project_list.js";
@@ -167,6 +168,23 @@ async function openAnnotationDraft(id, parameters) {
   await session?.annotate();
 }
 
+/** Continue the annotation of an annotated stack. @param {string} id @param {AbortSignal} signal */
+async function openAnnotatedStack(id, signal) {
+  showView("start", "Annotated stack");
+  byId("start").replaceChildren(element("p", { class: "muted", role: "status" }, "Loading the annotated stack"));
+  const upload = (/** @type {Blob} */ file, /** @type {string} */ name) =>
+    uploadWithProgress(byId("start"), file, name);
+  try {
+    const fragment = await reopenAnnotation(id, upload, service.defaultModel ?? "", signal);
+    if (!signal.aborted) location.replace(`#${fragment}`);
+  } catch (error) {
+    if (signal.aborted) return;
+    history.replaceState(null, "", "#");
+    showStartView();
+    throw error;
+  }
+}
+
 /** Open a job, and show its stack if the service still stores the stack. @param {string} id */
 async function openJob(id) {
   /** @type {Job} */
@@ -288,6 +306,7 @@ const VIEWS = {
   stack: openStack,
   project: (id, _parameters, signal) => openProject(id, signal),
   annotate: openAnnotationDraft,
+  annotated: (id, _parameters, signal) => openAnnotatedStack(id, signal),
   training: (id, _parameters, signal) => openTrainingRun(id, signal),
 };
 

@@ -6,15 +6,16 @@ import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } fr
 import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
-import { loadShownCounts } from "../result/stored_limits.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
+import { countObjects, isSingleTimePoint } from "./corrections.js";
 import { getPhase } from "./entries.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
 /** @typedef {import("./entries.js").Entry} Entry */
 /** @typedef {import("./entries.js").Phase} Phase */
 /** @typedef {import("../core/elements.js").Child} Child */
+/** @typedef {import("./corrections.js").CorrectionCounts} CorrectionCounts */
 /** @typedef {{open: (entry: Entry) => void, edit: (entry: Entry) => void}} RowActions */
 
 /** Short titles of phases. Phases without a title show their progress. @type {Partial<Record<Phase, string>>} */
@@ -52,13 +53,15 @@ const SERVICE_PHASES = ["waiting", "loading", "running"];
 const RETRYABLE_PHASES = ["problem", "failed", "cancelled", "expired", "gone"];
 const WARNING_PHASES = ["problem", "failed", "gone", "expired", "missing", "question"];
 
+const CORRECTED_TITLE = "Saved in this browser. The table and the archive contain the corrected objects.";
+const NOT_EXPORTED_TITLE = "Saved in this browser. Open the result to export the corrected time points.";
 /** Progress while the service does not respond. */
 const DISCONNECTED_PROGRESS = { text: "", fraction: null };
 
 /** A list item whose parts are redrawn only if they have changed, so that open details and the focus are kept. */
 export class EntryRow {
-  /** @param {Batch} batch @param {Entry} entry @param {RowActions} actions */
-  constructor(batch, entry, actions) {
+  /** @param {Batch} batch @param {Entry} entry @param {RowActions} actions @param {CorrectionCounts} correctionCounts */
+  constructor(batch, entry, actions, correctionCounts) {
     this.batch = batch;
     this.entry = entry;
     this.actions = actions;
@@ -73,10 +76,11 @@ export class EntryRow {
     this.shownContents = new Map();
     /** A newer job for the stack, submitted while the stack was open in the viewer. */
     this.newerJob = findNewerJob(entry);
-    this.update();
+    this.update(correctionCounts);
   }
 
-  update() {
+  /** @param {CorrectionCounts} correctionCounts */
+  update(correctionCounts) {
     const { entry, batch } = this;
     const phase = getPhase(entry);
     const { thumbnail, inspection, inspectedKey, parameters, problem, job, report } = entry;
@@ -89,8 +93,10 @@ export class EntryRow {
       this.#createTexts(),
     );
     const reason = problem?.message ?? inspection?.problem;
-    this.#redraw(this.stateCell, [phase, job, report?.objects, isStale, isUnknown, reason], () =>
-      this.#createState(phase, isStale, isUnknown),
+    this.#redraw(
+      this.stateCell,
+      [phase, job, report?.objects, isStale, isUnknown, reason, correctionCounts.get(job)],
+      () => this.#createState(phase, isStale, isUnknown, correctionCounts),
     );
     this.#redraw(this.buttonCell, [phase, entry.stack, entry.parts.length], () => this.#createButtons(phase));
     this.#updateProgress(phase);
@@ -132,12 +138,12 @@ export class EntryRow {
     ];
   }
 
-  /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @returns {Child[]} */
-  #createState(phase, isStale, isUnknown) {
+  /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @param {CorrectionCounts} correctionCounts @returns {Child[]} */
+  #createState(phase, isStale, isUnknown, correctionCounts) {
     const newerText =
       phase === "done" && this.newerJob && this.newerJob.job !== this.entry.job && this.#createNewerText();
     const staleText = isStale && element("p", { class: "small stale-text" }, "Made with other settings");
-    if (phase === "done") return [...this.#createResult(), staleText, newerText];
+    if (phase === "done") return [...this.#createResult(correctionCounts), staleText, newerText];
     const isWarning = WARNING_PHASES.includes(phase);
     return [
       element("strong", { class: isWarning ? "warning-text" : "" }, PHASE_TITLES[phase]),
@@ -168,18 +174,22 @@ export class EntryRow {
     );
   }
 
-  /** @returns {Child[]} */
-  #createResult() {
+  /** @param {CorrectionCounts} correctionCounts @returns {Child[]} */
+  #createResult(correctionCounts) {
     const { job, report } = this.entry;
     if (report === null) return [];
     const confidence = formatConfidence(report.confidence ?? null);
     const warnings = report.warnings.map(toPageTerms);
-    const title =
-      typeof report.objects === "number"
-        ? formatPart(loadShownCounts().get(job) ?? report.objects, report.objects, "object")
-        : "Done";
+    const { shown, total } = countObjects(this.entry, correctionCounts);
+    const corrections = correctionCounts.get(job)?.corrections;
     return [
-      element("strong", {}, title),
+      element("strong", {}, total === null ? "Done" : formatPart(shown, total, "object")),
+      corrections !== undefined &&
+        element(
+          "span",
+          { class: "badge", title: isSingleTimePoint(this.entry) ? CORRECTED_TITLE : NOT_EXPORTED_TITLE },
+          formatCount(corrections, "correction"),
+        ),
       element(
         "p",
         { class: report.doubt ? "warning-text small" : "muted small" },

@@ -73,13 +73,15 @@ export class AnnotatedStacks {
     if (this.savedRegion !== null && this.savedRegion !== region.state) return false;
     const query = encodeRegion(editor, region.state);
     const editCount = editor.edits.length;
+    // The labels of an annotated stack that was opened again count as one edit.
+    const isUnchanged = editCount > 0 && editor.edits.every(({ kind }) => kind === "open");
     if (!this.capabilities.corrections) return true;
     if (editCount === 0) return !this.source.isEmpty;
     const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
     return (await fetchAnnotations()).some(
       (annotation) =>
         this.#isFromSource(annotation, ownIds) &&
-        annotation.changes === editCount &&
+        (isUnchanged || annotation.changes === editCount) &&
         (annotation.region ?? "") === query.region &&
         annotation.ignore_label === (query.ignore_label ?? null) &&
         annotation.partial === Boolean(query.partial) &&

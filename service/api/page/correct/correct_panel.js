@@ -32,6 +32,20 @@ const PARTICIPLES = {
   erase: "erased",
   fill: "filled",
   accept: "accepted",
+  open: "loaded from the server",
+};
+
+/** Noun for each kind of correction, as in "Undid the merge". @type {Record<EditKind, string>} */
+const NOUNS = {
+  merge: "merge",
+  split: "split",
+  delete: "deletion",
+  add: "outline",
+  paint: "stroke",
+  erase: "erasure",
+  fill: "fill",
+  accept: "acceptance",
+  open: "loading of the saved labels",
 };
 
 const SHORTCUTS = [
@@ -192,7 +206,9 @@ export class CorrectPanel {
   showCounts(editor) {
     this.undoButton.disabled = editor.edits.length === 0;
     this.redoButton.disabled = editor.undoneEdits.length === 0;
-    const descriptions = [...editor.countByKind()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
+    const descriptions = [...editor.countByKind()].map(([kind, count]) =>
+      kind === "open" ? "loaded from the server" : `${count} ${PARTICIPLES[kind]}`,
+    );
     const correctionsText = descriptions.length ? ` · ${descriptions.join(", ")}` : `, no ${this.noun}s`;
     this.summary.textContent = formatCount(editor.objects.size, "object") + correctionsText;
     this.bulkDelete.update();
@@ -201,7 +217,7 @@ export class CorrectPanel {
 
   /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {EditKind} kind of the correction */
   showHistoryStep(direction, kind) {
-    this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
+    this.showHint(`${direction === "undo" ? "Undid" : "Redid"} the ${NOUNS[kind]}.`);
   }
 
   /** Show the annotated stacks created from the result. @param {string} stackList names of all stacks, "" if there are none @param {string} otherBrowserList names of the stacks from other browsers */

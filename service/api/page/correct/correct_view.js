@@ -4,6 +4,7 @@ import { downloadBlob } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { Store } from "../core/store.js";
 import { createRegion, describeRegion, togglePlane } from "../volumes/annotated_region.js";
+import { removeHiddenObjects } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
@@ -407,8 +408,7 @@ export class CorrectView {
   /** Encode corrected labels. @param {"npy" | "ome.tif"} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob} */
   encodeLabels(kind, hiddenFlags) {
     if (this.editor === null) throw new Error(NO_LABELS_MESSAGE);
-    const { labels } = this.editor;
-    const shownLabels = hiddenFlags ? { ...labels, data: labels.data.map((id) => (hiddenFlags[id] ? 0 : id)) } : labels;
+    const shownLabels = removeHiddenObjects(this.editor.labels, hiddenFlags);
     return kind === "npy" ? encodeNpy(shownLabels) : encodeTiff(shownLabels, this.#getVoxelSize());
   }
 

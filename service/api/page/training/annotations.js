@@ -107,7 +107,7 @@ export async function createAnnotationsList(openTrainingDialog) {
       element(
         "div",
         { class: "row between" },
-        element("h2", { id: "annotated-title" }, "Annotated stacks"),
+        element("h2", { id: "annotated-title" }, "Annotated stacks on the server"),
         openTrainingDialog && button("Improve a model with these stacks", openTrainingDialog, "secondary"),
       ),
       element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, deleteAnnotation))),
@@ -141,8 +141,8 @@ function createAnnotationItem(annotation, deleteAnnotation) {
     "li",
     { class: "without-thumbnail" },
     element(
-      "span",
-      { class: "recent-text" },
+      "a",
+      { class: "recent-text", href: `#annotated=${annotation.id}`, title: "Continue the annotation" },
       element("strong", {}, annotation.name),
       element("span", { class: "muted" }, describeAnnotation(annotation)),
     ),
