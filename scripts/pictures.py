@@ -80,12 +80,12 @@ def wait_until_ready(address: str) -> None:
 
 
 def draw_result(page: Page) -> None:
-    """Segment the sample, hide small objects, select an object in the table, and capture the page with the 3D view."""
+    """Segment the sample, hide objects at the border, select the largest, and capture the page with the 3D view."""
     page.get_by_role("button", name="Try the sample").click()
     run_segmentation(page)
-    page.get_by_label("Smallest Volume, µm³", exact=True).fill("30")
-    page.keyboard.press("Enter")
-    page.locator("tr[data-row]").nth(4).click()
+    page.get_by_label("Whole objects only").check()
+    page.get_by_role("button", name="Vol. µm³").click()
+    page.locator("tr[data-row]").first.click()
     page.get_by_role("button", name="3D").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "page.png")
@@ -123,7 +123,7 @@ def draw_ambiguous_stack(page: Page) -> None:
     page.set_input_files("#file", {"name": "export.tif", "mimeType": "image/tiff", "buffer": stack.getvalue()})
     page.get_by_role("button", name="ZCYX", exact=True).click()
     page.locator("button.channel").first.click()
-    page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 1").click()
+    page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 2").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "ambiguous.png")
 

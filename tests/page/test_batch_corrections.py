@@ -1,4 +1,4 @@
-"""Tests of batches with corrected results in the web UI: their rows, table, report and archive."""
+"""Tests of results of a batch that the user changes in the web UI: corrections, and advice for one stack."""
 
 from __future__ import annotations
 
@@ -78,3 +78,31 @@ def test_files_of_a_batch_contain_the_corrected_objects(nuclei: LiveServer, open
     page.reload()
     expect(row).to_contain_text(f"1 of {labels.max() - 1} objects")
     assert read_rows(download(page, "Table (CSV)"), "a.tif").keys() == {largest}
+
+
+def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: LiveServer, open_page: OpenPage) -> None:
+    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
+    page = open_page(nuclei)
+    files = {"broken.tif": membranes[:5000], "cells.tif": membranes}
+    page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    rows = page.locator(".batch-list > li")
+    expect(page.get_by_role("button", name="Annotate by hand")).to_be_hidden()
+    page.get_by_role("button", name="Segment 1 stack").click()
+    advice = page.get_by_role("button", name="Try the model membranes: cells.tif")
+    advice.click()
+    expect(rows.last).to_contain_text("Own settings: Model: membranes")
+    expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(1)
+    expect(advice).to_have_count(0)
+    page.get_by_role("button", name="Remove: broken.tif").click()
+    expect(rows).to_have_count(1)
+    expect(page.get_by_role("status").first).to_contain_text("1 of 1 stack segmented")
+    # The file gets another place in the list, and the stored picture of the other stack does not change.
+    page.set_input_files("#batch input[type=file]", {"name": "flat.tif", "mimeType": "", "buffer": membranes[:4000]})
+    expect(rows).to_have_count(2)
+    expect(rows.locator("img")).to_have_count(1)
+    picture = rows.first.locator("img").get_attribute("src")
+    page.wait_for_timeout(500)
+    page.reload()
+    expect(rows).to_have_count(2)
+    expect(rows.first.locator("img")).to_have_attribute("src", str(picture))
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")

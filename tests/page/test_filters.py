@@ -183,12 +183,12 @@ def test_result_of_earlier_settings_is_marked(nuclei: LiveServer, open_page: Ope
     notice.get_by_role("button", name="Segment again").click()
     expect(page.locator(".result-switcher button[aria-current]")).to_contain_text("original resolution")
     expect(notice).to_be_hidden()
-    page.get_by_role("button", name="segment again with them").click()
+    page.get_by_role("button", name="Segment again with them").click()
     expect(page.locator(".result-switcher button[aria-current]")).to_contain_text("Minimum confidence: 0")
     newest = nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]
     assert (newest["min_confidence"], newest["minimum_size"], newest["border"]) == (0, "1", "keep")
     assert newest["diameter"] == "none"
-    expect(page.get_by_role("button", name="segment again with them")).to_have_count(0)
+    expect(page.get_by_role("button", name="Segment again with them")).to_have_count(0)
 
 
 def test_compared_results_show_the_objects_within_their_limits(

@@ -47,5 +47,7 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
             "The file has 12 time points. Choose one with “Time point: 1” to “Time point: 12”, or all with “Time point:"
             " all”."
         ),
+        "Set channel=1, or channel=488.": "Set “Channel to segment: 2”, or “Channel to segment: 488”.",
+        "it does not begin like a TIFF, but with b'PK'. Send a TIFF.": "it does not begin like a TIFF. Open a TIFF.",
     }
     assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())

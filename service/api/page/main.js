@@ -101,46 +101,33 @@ async function openSample() {
 function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
   const { inputs, outputs } = service.capabilities;
-  drawStartView(byId("start"), {
+  const slots = drawStartView(byId("start"), {
+    redraw: showStartView,
     openFiles,
     openSample,
     openJob: (id) => (location.hash = `job=${id}`),
     openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
   });
-  showBatches().catch(showError);
-  showProjects().catch(showError);
-  showDrafts().catch(showError);
-  if (service.capabilities.corrections) showTrainingLists().catch(showError);
+  fillSlot(slots.batches, [createBatchList(showStartView)]);
+  fillSlot(slots.drafts, [createDraftList(showStartView)]);
+  if (service.capabilities.corrections) fillSlot(slots.training, createTrainingLists());
+  fillSlot(slots.projects, [createProjectList()]);
 }
 
-/** List the batches on the start screen. */
-async function showBatches() {
-  const list = await createBatchList(showStartView);
-  if (list && !byId("start").hidden) byId("start").children[0]?.after(list);
+/** Show lists in their place on the start screen. @param {HTMLElement} slot @param {(Promise<HTMLElement | null> | null)[]} lists null for empty lists */
+async function fillSlot(slot, lists) {
+  try {
+    slot.replaceChildren(...(await Promise.all(lists)).filter((list) => list !== null));
+  } catch (error) {
+    showError(error);
+  }
 }
 
-/** List the projects on the start screen. */
-async function showProjects() {
-  const list = await createProjectList();
-  byId("start").querySelector(".projects")?.remove();
-  if (!byId("start").hidden) byId("start").append(list);
-}
-
-/** List the annotations in this browser on the start screen. */
-async function showDrafts() {
-  const list = await createDraftList(showStartView);
-  if (list && !byId("start").hidden) byId("start").append(list);
-}
-
-/** List the annotated stacks and the training runs on the start screen. */
-async function showTrainingLists() {
+/** Create the lists of the annotated stacks and of the training runs. */
+function createTrainingLists() {
   const { training: canTrain, training_minutes: maxMinutes } = service.capabilities;
   const openDialogForTraining = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([
-    createAnnotationsList(openDialogForTraining),
-    canTrain ? createTrainingRunsList() : null,
-  ]);
-  if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
+  return [createAnnotationsList(openDialogForTraining), canTrain ? createTrainingRunsList() : null];
 }
 
 /** Create a session for a stack, and show its views. @param {import("./stack/session.js").Stack} stack */

@@ -43,6 +43,9 @@ export class BatchView {
     });
     this.settings = new SettingsView(settingsPanel, service);
     this.settings.nameHeading.textContent = "Settings for all stacks";
+    this.settings.annotateButton.hidden = true;
+    // Models are tried on one open stack.
+    if (this.settings.galleryButton) this.settings.galleryButton.textContent = "About the models";
     this.settings.restore({ ...batch.parameters });
     this.settings.addEventListener("change", () => batch.setParameters(this.settings.parameters));
     this.settings.addEventListener("run", () => batch.run());
@@ -148,6 +151,11 @@ export class BatchView {
 
   #update() {
     const { batch, rows } = this;
+    for (const [entry, row] of rows) {
+      if (batch.entries.includes(entry)) continue;
+      row.root.remove();
+      rows.delete(entry);
+    }
     for (const entry of batch.stacks) {
       const row = rows.get(entry);
       if (row) row.update(this.correctionCounts);
@@ -246,7 +254,13 @@ export class BatchView {
     if (settings.runButton.textContent !== text) settings.runButton.textContent = text;
     const seconds = runnable.map(({ inspection }) => inspection?.seconds ?? null);
     const total = seconds.reduce((sum, value) => (sum === null || value === null ? null : sum + value), 0);
-    settings.estimateText.textContent = runnable.length && total ? `about ${formatDuration(total)}` : "";
+    const isFinished = runnable.length === 0 && batch.stacks.some((entry) => getPhase(entry) === "done");
+    settings.estimateText.textContent =
+      isFinished && !batch.stacks.some(isPending)
+        ? "All stacks are segmented with these settings."
+        : runnable.length && total
+          ? `about ${formatDuration(total)}`
+          : "";
     const model = this.models.find(({ name }) => name === batch.parameters.model);
     if (settings.modelSummary) settings.modelSummary.textContent = model?.summary ?? "";
   }

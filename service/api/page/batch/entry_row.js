@@ -6,6 +6,7 @@ import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } fr
 import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
+import { describeSuggestion, getSuggestion } from "../result/advice.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
 import { countObjects, isSingleTimePoint } from "./corrections.js";
@@ -50,6 +51,8 @@ const CANCELLABLE_PHASES = [
 ];
 /** Phases that the service reports, and that can change without a request from this page. */
 const SERVICE_PHASES = ["waiting", "loading", "running"];
+/** Phases of stacks without a result and without a job that could still have one. */
+const REMOVABLE_PHASES = ["ready", "question", "problem", "missing", "failed", "cancelled", "expired", "gone"];
 const RETRYABLE_PHASES = ["problem", "failed", "cancelled", "expired", "gone"];
 const WARNING_PHASES = ["problem", "failed", "gone", "expired", "missing", "question"];
 
@@ -195,6 +198,7 @@ export class EntryRow {
         { class: report.doubt ? "warning-text small" : "muted small" },
         report.doubt ? `Low confidence${confidence && `, ${confidence}`}` : confidence && `Confidence ${confidence}`,
       ),
+      this.#createSuggestion(report),
       warnings.length > 0 &&
         element(
           "details",
@@ -203,6 +207,17 @@ export class EntryRow {
           element("ul", { class: "notes" }, ...warnings.map((warning) => element("li", {}, warning))),
         ),
     ];
+  }
+
+  /** Create a button that follows the advice of the service, unless the user has followed it already. @param {import("openapi").JobReport} report @returns {Child} */
+  #createSuggestion(report) {
+    const { batch, entry } = this;
+    const suggestion = getSuggestion(report);
+    if (suggestion === null || suggestion.parameter in entry.parameters || entry.stack === "") return false;
+    const { parameter, value } = suggestion;
+    const node = button(describeSuggestion(suggestion), () => batch.runWith(entry, { [parameter]: value }), "link");
+    node.ariaLabel = `${node.textContent}: ${entry.path}`;
+    return node;
   }
 
   /** @param {Phase} phase @returns {Child[]} */
@@ -223,6 +238,7 @@ export class EntryRow {
         create("Settings", () => actions.edit(entry), phase === "question" ? "primary" : "secondary"),
       CANCELLABLE_PHASES.includes(phase) && create("Cancel", () => batch.cancel(entry)),
       canRetry && create("Try again", () => batch.retry(entry)),
+      REMOVABLE_PHASES.includes(phase) && create("Remove", () => batch.remove(entry), "link"),
     ];
   }
 

@@ -29,6 +29,8 @@ const DISPLAYED_VALUES = {
   "voxel_size=Z,Y,X": "",
   "allow_incomplete=true": "use the planes that are present",
 };
+/** Indices of channels, which the web UI counts from 1. A longer number is a name, such as the wavelength 488. */
+const CHANNEL_INDEX_PATTERN = /^\d{1,2}$/;
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
 const ZYX_SHAPE_PATTERN = /(?<! x )\b(\d+) x (\d+) x (\d+)\b(?! x )/g;
@@ -49,6 +51,8 @@ const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
 /** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value of the parameter, "" to return only the title */
 export function describeSetting(name, value) {
   const displayedValue = DISPLAYED_VALUES[`${name}=${value}`] ?? value;
+  if (name === "channel" && CHANNEL_INDEX_PATTERN.test(displayedValue))
+    return `${SETTING_TITLES.channel}: ${Number(displayedValue) + 1}`;
   if (name === "time" && displayedValue) return `${SETTING_TITLES.time}: ${formatTimeParameter(displayedValue)}`;
   const valueWithUnit = name === "voxel_size" && displayedValue ? `${displayedValue}um` : displayedValue;
   return valueWithUnit
@@ -62,11 +66,15 @@ export function toPageTerms(text) {
     PARAMETER_PATTERN,
     (_, name, value) => `“${describeSetting(name, value)}”`,
   );
-  return formatLengths(textWithTitles)
-    .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
-    .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
-    .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
-    .replace(" (docs/training.md)", "");
+  return (
+    formatLengths(textWithTitles)
+      .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
+      .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
+      .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
+      .replace(" (docs/training.md)", "")
+      // The first bytes of a file of an unknown format.
+      .replace(/, but with b(?:'[^']*'|"[^"]*")\. Send a /, ". Open a ")
+  );
 }
 
 /** Replace shell commands and Python code in advice about a file with menu items. @param {string} text */

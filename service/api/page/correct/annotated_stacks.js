@@ -53,7 +53,8 @@ export class AnnotatedStacks {
     if (report === null) return false;
     await correctionStore.addAnnotationId(source.id, report.id);
     this.savedRegion = region.state;
-    this.panel.showHint(`Saved as ${report.name}.`);
+    const advice = this.capabilities.training && source.isEmpty ? " Press “Train a model” to train on it." : "";
+    this.panel.showHint(`Saved as ${report.name}.${advice}`);
     this.updatePanel();
     return true;
   }

@@ -122,7 +122,7 @@ export class CorrectView {
       const { mode, editsMatch } = await this.#openEditor(signal);
       if (signal.aborted) return undefined;
       this.#showTools(mode);
-      await this.#showRestoredCount(mode.editor.edits.length, editsMatch);
+      await this.#showRestoredCount(mode.editor.edits, editsMatch);
     } catch (error) {
       if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
@@ -136,12 +136,15 @@ export class CorrectView {
     return this.toolsAbort.signal;
   }
 
-  /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} editsMatch whether the corrections match the labels */
-  async #showRestoredCount(editCount, editsMatch) {
+  /** Report the number of restored corrections. @param {import("../volumes/label_edit.js").Edit[]} edits @param {boolean} editsMatch whether the corrections match the labels */
+  async #showRestoredCount(edits, editsMatch) {
+    const editCount = edits.filter(({ kind }) => kind !== "open").length;
     if (!editsMatch) {
       await correctionStore.saveCorrection(this.key, 0, null);
       this.panel.showHint("The saved changes do not match these labels and were discarded.");
-    } else if (editCount > 0)
+    } else if (edits.length > 0 && editCount === 0)
+      this.panel.showHint("The annotated stack was loaded from the server.");
+    else if (editCount > 0)
       this.panel.showHint(
         `${formatCount(editCount, `saved ${this.panel.noun}`)} ${editCount === 1 ? "was" : "were"} restored.`,
       );

@@ -48,6 +48,10 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
   /** @param {ExportContent} content */
   const show = ({ description, filterQuery, corrected }) => {
     contentText.textContent = description;
+    statusText.textContent = "";
+    scriptsText.textContent = corrected
+      ? "The scripts segment the stack again, without your corrections."
+      : "The scripts segment the stack again, with the same settings.";
     const hasTable = job.objects !== null && job.parameters.measurements === "zip";
     const buttons = corrected
       ? [
@@ -73,6 +77,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
     );
   };
   const scripts = element("div", { class: "scripts" });
+  const scriptsText = element("p", { class: "muted small" });
   const root = element(
     "div",
     { class: "export" },
@@ -88,6 +93,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
           : `The service stores this result until ${formatDate(job.expires)}, or until its space is needed.`,
       ),
     element("h3", {}, "Repeat with a script"),
+    scriptsText,
     scripts,
   );
   return { root, show };
@@ -106,7 +112,7 @@ function createSnippet(language, text) {
   );
   return element(
     "details",
-    { class: "snippet", open: language === "curl" },
+    { class: "snippet" },
     element("summary", {}, language),
     element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copyButton),
   );

@@ -297,6 +297,6 @@ function getColumnTitle(name, table, channelNames) {
   if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
   if (name === "intensity_mean") return "Mean";
   const channel = name.split("intensity_mean-")[1];
-  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || channel}`;
+  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || Number(channel) + 1}`;
   return COLUMN_TITLES[name] ?? name;
 }

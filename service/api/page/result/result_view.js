@@ -291,7 +291,7 @@ function createJobDescription(job) {
   const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
   const parts = [
     job.model,
-    job.diameter && formatLengths(job.diameter).replace("; ", ", "),
+    job.diameter && `object diameter ${formatLengths(job.diameter).replace("; stated", "").replace("; ", ", ")}`,
     typeof job.confidence === "number" &&
       element(
         "abbr",

@@ -489,6 +489,7 @@ export class Session {
     const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
+    this.settings.proposeDiameter(job.diameter ?? "");
     const [table, results] = await Promise.all([
       fetchTable(job, signal),
       stackId ? fetchResults(stackId, signal) : [],

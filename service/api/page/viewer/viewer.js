@@ -247,7 +247,7 @@ export class Viewer extends EventTarget {
     const { image, voxelSize } = this.scene.state;
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
-    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
+    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.6, z / (z + length)));
     const { style } = this.grid;
     style.gridTemplateColumns = `minmax(0, ${1 - getFraction(x)}fr) minmax(0, ${getFraction(x)}fr)`;
     style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;
