@@ -57,7 +57,7 @@ def run_service() -> Iterator[str]:
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         command = [sys.executable, "-m", "service", "serve", "--port", port, "--models", str(ROOT / "models")]
-        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT), "STACKSEG_JOBS__FOLDER": "temporary"}
+        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT), "STACKSEG_JOBS__FOLDER": f"{folder}/jobs"}
         server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python interpreter
         try:
             wait_until_ready(f"http://127.0.0.1:{port}/")
@@ -93,6 +93,7 @@ def draw_result(page: Page) -> None:
 
 def draw_comparison(page: Page) -> None:
     """Segment the sample with a different object diameter, and capture both results side by side."""
+    page.get_by_role("button", name="Show all").click()
     page.get_by_label("How the object diameter is determined").select_option("px")
     page.get_by_label("Object diameter in voxels").fill("40")
     page.get_by_label("Object diameter in voxels").press("Tab")
@@ -122,7 +123,7 @@ def draw_ambiguous_stack(page: Page) -> None:
     tifffile.imwrite(stack := io.BytesIO(), np.stack([sample, other], 1), metadata={"axes": "QRYX"})
     page.set_input_files("#file", {"name": "export.tif", "mimeType": "image/tiff", "buffer": stack.getvalue()})
     page.get_by_role("button", name="ZCYX", exact=True).click()
-    page.locator("button.channel").first.click()
+    page.locator("button.preview").first.click()
     page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 2").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "ambiguous.png")

@@ -31,6 +31,41 @@ MAX_FRAME_MILLISECONDS = 16
 FIRST, SECOND = (8, 30, 30), (8, 60, 50)
 
 
+# Encodes annotations of different regions, as they are stored on the server, opens them again, and encodes them again.
+# Returns those that differ.
+REOPEN_REGIONS = """async () => {
+  const { LabelEditor } = await import("/page/volumes/label_edit.js");
+  const { decodeRegion, encodeAnnotation } = await import("/page/volumes/annotated_region.js");
+  const shape = [6, 10, 12], step = [1, 1, 1];
+  const createEditor = () => new LabelEditor({ data: new Uint16Array(720), shape, step, fullShape: shape }, [1, 1, 1]);
+  const drawn = createEditor();
+  for (const [id, center] of [[3, [2, 4, 4]], [7, [3, 5, 8]]])
+    drawn.stamp(center, 1.5, { id, isErasing: false, axis: null, isOverwriting: true });
+  drawn.commit("paint");
+  const box = { low: [1, 2, 2], high: [5, 9, 11] };
+  const planes = (...pairs) => pairs.map(([axis, at]) => ({ axis, at }));
+  const regions = [
+    { kind: "whole", box: null, planes: [] },
+    { kind: "objects", box: null, planes: [] },
+    { kind: "box", box, planes: [] },
+    { kind: "planes", box: null, planes: planes([0, 1], [0, 3]) },
+    { kind: "planes", box: null, planes: planes([1, 4]) },
+    { kind: "planes", box: null, planes: planes([0, 2], [2, 6]) },
+    { kind: "planes", box, planes: planes([0, 2], [0, 3]) },
+    { kind: "planes", box: null, planes: planes(...[0, 1, 2, 3, 4, 5].map(at => [0, at])) },
+  ];
+  return regions.flatMap(region => {
+    const { labels, query } = encodeAnnotation(drawn, region);
+    const { region: stored, ignore_label = null, partial = false } = query;
+    const editor = createEditor();
+    editor.addLabels(labels.data, ignore_label ?? 0);
+    const again = encodeAnnotation(editor, decodeRegion({ region: stored || null, ignore_label, partial }, labels));
+    const isSame = again.query.region === stored && String(again.labels.data) === String(labels.data);
+    return isSame ? [] : [[region, query, again.query]];
+  });
+}"""
+
+
 @pytest.fixture(scope="module")
 def stack(nuclei: LiveServer) -> str:
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
@@ -108,6 +143,10 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     drafts.get_by_role("button", name="Delete the annotation").click()
     expect(drafts).to_have_count(0)
     nuclei.client.delete(f"/annotations/{annotation['id']}")
+
+
+def test_opened_annotations_have_the_stored_regions(nuclei: LiveServer, open_page: OpenPage) -> None:
+    assert open_page(nuclei).evaluate(REOPEN_REGIONS) == []
 
 
 def continue_in_another_browser(live: LiveServer, open_page: OpenPage, labels: NDArray[Any]) -> None:

@@ -232,7 +232,9 @@ function formatObjectCount(entry, correctionCounts) {
   const { shown, total } = countObjects(entry, correctionCounts);
   const countText = shown === total ? formatNumber(shown) : `${formatNumber(shown)} of ${formatNumber(total ?? NaN)}`;
   const corrections = correctionCounts.get(entry.job)?.corrections;
-  return corrections ? `${countText}, with ${formatCount(corrections, "correction")}` : countText;
+  return corrections && isSingleTimePoint(entry)
+    ? `${countText}, with ${formatCount(corrections, "correction")}`
+    : countText;
 }
 
 /** @param {number | null} confidence from 0 to 1 @returns {string} */

@@ -48,7 +48,8 @@ export async function loadCorrectedResult(entry, fetchResult) {
   if (labels === null) return null;
   const csv = await (await fetchResult("text/csv"))?.text();
   const channel = findChannel(entry.inspection?.file.channels ?? [], entry.report?.parameters.channel);
-  const table = measureCorrectedObjects(labels, await fetchImage(entry), csv ? parseTable(csv) : null, channel);
+  const image = await fetchImage(entry, labels.editor.labels.fullShape);
+  const table = measureCorrectedObjects(labels, image, csv ? parseTable(csv) : null, channel);
   const rows = filterRows(table, "label", false, loadLimits(entry.job));
   const shownLabels = removeHiddenObjects(labels.editor.labels, createHiddenFlags(table, rows));
   return {
@@ -57,13 +58,12 @@ export async function loadCorrectedResult(entry, fetchResult) {
   };
 }
 
-/** Fetch the segmented image. @param {Entry} entry @returns {Promise<import("../volumes/planes.js").Volume | null>} null if the service no longer stores the stack */
-async function fetchImage({ stack, report, inspection }) {
+/** Fetch the segmented image. @param {Entry} entry @param {import("../volumes/planes.js").Triple} fullShape @returns {Promise<import("../volumes/planes.js").Volume | null>} null if the service no longer stores the stack */
+async function fetchImage({ stack, report, inspection }, fullShape) {
   if (stack === "" || inspection === null || report === null) return null;
   const { file } = inspection;
   const { channel, time } = /** @type {Record<string, string | undefined>} */ (report.parameters);
   const parameters = makePlaneParameters(file, report.parameters, time, channel);
-  const fullShape = /** @type {import("../volumes/planes.js").Triple} */ (file.shape.slice(1));
   try {
     const source = { url: `stacks/${stack}/planes`, parameters, fullShape };
     return await fetchVolume(source, new AbortController().signal, () => undefined, [1, 1, 1]);

@@ -89,6 +89,11 @@ function replaceCommands(text) {
     .replace(/Unpack it first: .*$/s, "Unpack it first: right-click it in the file manager, and choose Extract.");
 }
 
+/** @param {string | null | undefined} diameter that a job used, such as `14,22,22px; estimated` @returns {string} "" if no diameter was used */
+export function describeUsedDiameter(diameter) {
+  return diameter ? `object diameter ${formatLengths(diameter).replace("; stated", "").replace("; ", ", ")}` : "";
+}
+
 /** Convert lengths to x, y, z order and to the units of the web UI. @param {string} text */
 export function formatLengths(text) {
   return text

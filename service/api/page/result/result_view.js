@@ -2,7 +2,7 @@
 
 import { element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber, formatPart } from "../core/format.js";
-import { formatLengths } from "../core/terminology.js";
+import { describeUsedDiameter } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { ResultLabels } from "../correct/label_sources.js";
 import { rememberJob } from "../stack/recent_jobs.js";
@@ -291,7 +291,7 @@ function createJobDescription(job) {
   const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
   const parts = [
     job.model,
-    job.diameter && `object diameter ${formatLengths(job.diameter).replace("; stated", "").replace("; ", ", ")}`,
+    describeUsedDiameter(job.diameter),
     typeof job.confidence === "number" &&
       element(
         "abbr",
