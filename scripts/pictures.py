@@ -57,7 +57,8 @@ def run_service() -> Iterator[str]:
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         command = [sys.executable, "-m", "service", "serve", "--port", port, "--models", str(ROOT / "models")]
-        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT), "STACKSEG_JOBS__FOLDER": f"{folder}/jobs"}
+        folders = {"TMPDIR": folder, "STACKSEG_JOBS__FOLDER": f"{folder}/jobs"}
+        environment = os.environ | folders | {"PYTHONPATH": str(ROOT)}
         server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python interpreter
         try:
             wait_until_ready(f"http://127.0.0.1:{port}/")

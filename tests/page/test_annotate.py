@@ -167,12 +167,22 @@ def continue_in_another_browser(live: LiveServer, open_page: OpenPage, labels: N
     page.get_by_role("button", name="Brush").click()
     page.get_by_label("Create a new object").check()
     paint(page, (8, 60, 20))
-    page.get_by_role("button", name="Save as annotated stack").click()
-    dialog.get_by_role("button", name="Save").click()
-    expect(page.locator(".hint")).to_contain_text("Saved as ")
-    newest = live.client.get("/annotations").json()["annotations"][0]
+    save_again(page, replace=False)
+    newest, earlier = live.client.get("/annotations").json()["annotations"]
     assert (newest["objects"], newest["region"]) == (3, "8:14,0:80,0:80")
-    live.client.delete(f"/annotations/{newest['id']}")
+    save_again(page, replace=True)
+    replacement, other = live.client.get("/annotations").json()["annotations"]
+    assert (replacement["id"] != newest["id"], other["id"]) == (True, earlier["id"])
+    live.client.delete(f"/annotations/{replacement['id']}")
+
+
+def save_again(page: Page, *, replace: bool) -> None:
+    page.get_by_role("button", name="Save as annotated stack").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Delete the earlier version").set_checked(replace)
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog).to_have_count(0)
+    expect(page.locator(".hint")).to_contain_text("Saved as ")
 
 
 def test_box_is_drawn_and_changed_in_three_views(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:

@@ -49,7 +49,8 @@ export class AnnotatedStacks {
     const { source, stem } = this;
     const name = source.isSeries ? `${stem}, time ${formatTimePoint(timePoint)}` : stem;
     const query = { ...source.getQuery(timePoint), changes: editor.edits.length };
-    const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name });
+    const earlier = await this.#findNewest(timePoint);
+    const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name, earlier });
     if (report === null) return false;
     await correctionStore.addAnnotationId(source.id, report.id);
     this.savedRegion = region.state;
@@ -57,6 +58,15 @@ export class AnnotatedStacks {
     this.panel.showHint(`Saved as ${report.name}.${advice}`);
     this.updatePanel();
     return true;
+  }
+
+  /** Find the annotated stack that was saved last from these labels. @param {number} timePoint displayed time point, used if each time point has its own labels @returns {Promise<Annotation | null>} */
+  async #findNewest(timePoint) {
+    const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
+    const annotations = await fetchAnnotations().catch(() => []);
+    return (
+      annotations.find(({ id, time }) => ownIds.includes(id) && (!this.source.isSeries || time === timePoint)) ?? null
+    );
   }
 
   /** Open the training dialog, after saving any unsaved corrections as an annotated stack. @param {CorrectionMode} mode @param {number} timePoint displayed time point, used if each time point has its own labels */
