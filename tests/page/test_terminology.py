@@ -48,6 +48,9 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
             " all”."
         ),
         "Set channel=1, or channel=488.": "Set “Channel to segment: 2”, or “Channel to segment: 488”.",
+        "The largest is used. To use another one, set scene to its name or index.": (
+            "The largest is used. Select another one under “Scene”."
+        ),
         "it does not begin like a TIFF, but with b'PK'. Send a TIFF.": "it does not begin like a TIFF. Open a TIFF.",
     }
     assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())

@@ -72,6 +72,7 @@ export function toPageTerms(text) {
       .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
       .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
       .replace(" (docs/training.md)", "")
+      .replace(/To use another one, set scene to its (?:name or )?index\./, "Select another one under “Scene”.")
       // The first bytes of a file of an unknown format.
       .replace(/, but with b(?:'[^']*'|"[^"]*")\. Send a /, ". Open a ")
   );

@@ -61,13 +61,15 @@ export function openSaveAnnotationDialog({ editor, region, query, name, earlier 
         "The stack and its labels will be saved on the server, and you can train models with them.",
       ),
       field("Name", nameInput),
-      element(
-        "p",
-        {},
-        region.kind === "objects"
-          ? "Only some objects are labeled."
-          : `Every object is labeled in ${describeRegion(region)}.`,
-      ),
+      // Without planes or a box, the problem states what to do.
+      problem === "" &&
+        element(
+          "p",
+          {},
+          region.kind === "objects"
+            ? "Only some objects are labeled."
+            : `Every object is labeled in ${describeRegion(region)}.`,
+        ),
       element("p", { class: "muted small" }, REGION_EXPLANATIONS[region.kind]),
       earlier &&
         element(
