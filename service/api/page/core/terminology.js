@@ -73,6 +73,10 @@ export function toPageTerms(text) {
       .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
       .replace(" (docs/training.md)", "")
       .replace(/To use another one, set scene to its (?:name or )?index\./, "Select another one under “Scene”.")
+      .replace(
+        "train again with --partial-planes (partial_planes in requests).",
+        "mark the planes in which every object is labeled, save the stack again, and train again.",
+      )
       // The first bytes of a file of an unknown format.
       .replace(/, but with b(?:'[^']*'|"[^"]*")\. Send a /, ". Open a ")
   );
