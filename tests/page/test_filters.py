@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
 from pathlib import Path
@@ -143,6 +144,10 @@ def test_corrected_objects_are_filtered_and_exported(
     expect(page.locator("#export-content")).to_contain_text("with 1 correction")
     expected_labels = np.where(np.isin(labels, [int(row["label"]) for row in kept]), labels, 0)
     assert np.array_equal(tifffile.imread(io.BytesIO(download(page, "Labels (OME-TIFF)"))), expected_labels)
+    # The header is that of the service, so that both files have the same orientation.
+    original = gzip.decompress(nuclei.result(job, Accept="application/x-nifti").content)
+    nifti = gzip.decompress(download(page, "Labels (NIfTI)"))
+    assert nifti == original[:352] + expected_labels.astype(labels.dtype).tobytes()
     exported = read_rows(download(page, "Table (CSV)"))
     assert [row["label"] for row in exported] == [
         row["label"] for row in sorted(kept, key=lambda row: int(row["label"]))

@@ -12,7 +12,7 @@ import { TOOLS } from "./tool_list.js";
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
 /** @typedef {import("../volumes/label_edit.js").EditKind} EditKind */
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
-/** @typedef {"ome.tif" | "npy" | "csv"} FileKind */
+/** @typedef {"ome.tif" | "nii.gz" | "npy" | "csv"} FileKind */
 /**
  * @typedef {object} Actions
  * @property {(direction: "undo" | "redo") => void} undoOrRedo
@@ -164,6 +164,7 @@ export class CorrectPanel {
         { class: "row" },
         capabilities.corrections && button("Save as annotated stack", actions.annotate, "primary"),
         button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
+        button("NIfTI", () => actions.save("nii.gz"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
         capabilities.training &&

@@ -7,7 +7,7 @@ import { createRegion, describeRegion, togglePlane } from "../volumes/annotated_
 import { removeHiddenObjects } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
+import { encodeNifti, encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
 import { formatTimePoint } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
@@ -24,6 +24,8 @@ import { getKeyAction } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
+
+/** @typedef {Exclude<import("./correct_panel.js").FileKind, "csv">} LabelsKind */
 
 const NO_LABELS_MESSAGE = "There are no labels to edit.";
 const REFRESH_3D_DELAY_MILLISECONDS = 400;
@@ -408,21 +410,22 @@ export class CorrectView {
     return this.mode?.editor ?? null;
   }
 
-  /** Encode corrected labels. @param {"npy" | "ome.tif"} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob} */
+  /** Encode corrected labels. @param {LabelsKind} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob | Promise<Blob>} */
   encodeLabels(kind, hiddenFlags) {
     if (this.editor === null) throw new Error(NO_LABELS_MESSAGE);
     const shownLabels = removeHiddenObjects(this.editor.labels, hiddenFlags);
-    return kind === "npy" ? encodeNpy(shownLabels) : encodeTiff(shownLabels, this.#getVoxelSize());
+    if (kind === "npy") return encodeNpy(shownLabels);
+    return (kind === "nii.gz" ? encodeNifti : encodeTiff)(shownLabels, this.#getVoxelSize());
   }
 
   /** Save the corrected labels or their table as a file. @param {import("./correct_panel.js").FileKind} kind */
-  #saveFile(kind) {
+  async #saveFile(kind) {
     const { mode } = this;
     if (mode === null) return;
     const blob =
       kind === "csv"
         ? new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" })
-        : this.encodeLabels(kind, null);
+        : await this.encodeLabels(kind, null);
     downloadBlob(blob, `${this.stem}_${this.source.isEmpty ? "labels" : "corrected"}.${kind}`);
   }
 }

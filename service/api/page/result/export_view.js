@@ -11,7 +11,7 @@ import { buildQuery, request } from "../core/requests.js";
  * @typedef {object} ExportContent
  * @property {string} description of the displayed objects
  * @property {string} filterQuery query string that selects the displayed objects
- * @property {{labels: (kind: "npy" | "ome.tif") => Blob, table: () => Blob} | null} corrected functions that encode the displayed objects if they are corrected, otherwise null
+ * @property {{labels: (kind: import("../correct/correct_view.js").LabelsKind) => Blob | Promise<Blob>, table: () => Blob} | null} corrected functions that encode the displayed objects if they are corrected, otherwise null
  */
 
 /**
@@ -57,6 +57,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
       ? [
           createButton("Labels (OME-TIFF)", "_corrected.ome.tif", () => corrected.labels("ome.tif")),
           createButton("Table (CSV)", "_corrected.csv", corrected.table),
+          createButton("Labels (NIfTI)", "_corrected.nii.gz", () => corrected.labels("nii.gz")),
           createButton("Labels (NumPy)", "_corrected.npy", () => corrected.labels("npy")),
         ]
       : [

@@ -4,7 +4,7 @@ import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { loadCorrectedLabels } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { encodeNpy, encodeTiff } from "../volumes/label_files.js";
+import { encodeNifti, encodeNpy, encodeTiff } from "../volumes/label_files.js";
 import { formatTimePoint } from "../volumes/time_points.js";
 
 /**
@@ -53,13 +53,13 @@ function createExportRow(key, correctionCount, stem, problemText) {
   const timeIndex = key.split("@")[1];
   const time = timeIndex === undefined ? undefined : formatTimePoint(Number(timeIndex));
   const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_${key.startsWith("annotation:") ? "labels" : "corrected"}`;
-  /** @param {string} text @param {string} suffix @param {(labels: import("../volumes/corrected_labels.js").CorrectedLabels) => Blob} encode */
+  /** @param {string} text @param {string} suffix @param {(labels: import("../volumes/corrected_labels.js").CorrectedLabels) => Blob | Promise<Blob>} encode */
   const createExportButton = (text, suffix, encode) =>
     button(
       text,
       async () => {
         const labels = await loadCorrectedLabels(key);
-        if (labels) downloadBlob(encode(labels), fileStem + suffix);
+        if (labels) downloadBlob(await encode(labels), fileStem + suffix);
         else problemText.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",
@@ -73,6 +73,7 @@ function createExportRow(key, correctionCount, stem, problemText) {
       `${time === undefined ? "" : `Time point ${time}: `}${formatCount(correctionCount, "correction")}`,
     ),
     createExportButton("OME-TIFF", ".ome.tif", ({ editor, voxelSize }) => encodeTiff(editor.labels, voxelSize)),
+    createExportButton("NIfTI", ".nii.gz", ({ editor, voxelSize }) => encodeNifti(editor.labels, voxelSize)),
     createExportButton("NumPy", ".npy", ({ editor }) => encodeNpy(editor.labels)),
   );
 }

@@ -170,7 +170,8 @@ function describeExport(job, tables, correctView, editCount) {
   const corrected = tables.showsCorrections &&
     view &&
     correctView && {
-      labels: (/** @type {"npy" | "ome.tif"} */ kind) => correctView.encodeLabels(kind, view.hiddenFlags),
+      labels: (/** @type {import("../correct/correct_view.js").LabelsKind} */ kind) =>
+        correctView.encodeLabels(kind, view.hiddenFlags),
       table: () => new Blob([encodeCsv(view.table, view.rows.toSorted())], { type: "text/csv" }),
     };
   return {
