@@ -57,7 +57,8 @@ def run_service() -> Iterator[str]:
         port = str(free.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="pictures-") as folder:
         command = [sys.executable, "-m", "service", "serve", "--port", port, "--models", str(ROOT / "models")]
-        environment = os.environ | {"TMPDIR": folder, "PYTHONPATH": str(ROOT), "STACKSEG_JOBS__FOLDER": "temporary"}
+        folders = {"TMPDIR": folder, "STACKSEG_JOBS__FOLDER": f"{folder}/jobs"}
+        environment = os.environ | folders | {"PYTHONPATH": str(ROOT)}
         server = subprocess.Popen(command, cwd=folder, env=environment)  # noqa: S603 - this Python interpreter
         try:
             wait_until_ready(f"http://127.0.0.1:{port}/")
@@ -80,12 +81,12 @@ def wait_until_ready(address: str) -> None:
 
 
 def draw_result(page: Page) -> None:
-    """Segment the sample, hide small objects, select an object in the table, and capture the page with the 3D view."""
+    """Segment the sample, hide objects at the border, select the largest, and capture the page with the 3D view."""
     page.get_by_role("button", name="Try the sample").click()
     run_segmentation(page)
-    page.get_by_label("Smallest Volume, µm³", exact=True).fill("30")
-    page.keyboard.press("Enter")
-    page.locator("tr[data-row]").nth(4).click()
+    page.get_by_label("Whole objects only").check()
+    page.get_by_role("button", name="Vol. µm³").click()
+    page.locator("tr[data-row]").first.click()
     page.get_by_role("button", name="3D").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "page.png")
@@ -93,6 +94,7 @@ def draw_result(page: Page) -> None:
 
 def draw_comparison(page: Page) -> None:
     """Segment the sample with a different object diameter, and capture both results side by side."""
+    page.get_by_role("button", name="Show all").click()
     page.get_by_label("How the object diameter is determined").select_option("px")
     page.get_by_label("Object diameter in voxels").fill("40")
     page.get_by_label("Object diameter in voxels").press("Tab")
@@ -122,8 +124,8 @@ def draw_ambiguous_stack(page: Page) -> None:
     tifffile.imwrite(stack := io.BytesIO(), np.stack([sample, other], 1), metadata={"axes": "QRYX"})
     page.set_input_files("#file", {"name": "export.tif", "mimeType": "image/tiff", "buffer": stack.getvalue()})
     page.get_by_role("button", name="ZCYX", exact=True).click()
-    page.locator("button.channel").first.click()
-    page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 1").click()
+    page.locator("button.preview").first.click()
+    page.get_by_role("group", name="Displayed channels").get_by_role("button", name="Channel 2").click()
     page.wait_for_timeout(1500)
     save_png(page.screenshot(), IMAGES / "ambiguous.png")
 

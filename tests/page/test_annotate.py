@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from browsing import (
     read_measurement,
 )
 from live import LabelTiff, LiveServer, as_tiff
+from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
@@ -27,6 +29,41 @@ MEASURE_STROKES = read_measurement("stroke_speed.js")
 MAX_FRAME_MILLISECONDS = 16
 # Two voxels that are far enough apart for strokes with the initial size of the brush.
 FIRST, SECOND = (8, 30, 30), (8, 60, 50)
+
+
+# Encodes annotations of different regions, as they are stored on the server, opens them again, and encodes them again.
+# Returns those that differ.
+REOPEN_REGIONS = """async () => {
+  const { LabelEditor } = await import("/page/volumes/label_edit.js");
+  const { decodeRegion, encodeAnnotation } = await import("/page/volumes/annotated_region.js");
+  const shape = [6, 10, 12], step = [1, 1, 1];
+  const createEditor = () => new LabelEditor({ data: new Uint16Array(720), shape, step, fullShape: shape }, [1, 1, 1]);
+  const drawn = createEditor();
+  for (const [id, center] of [[3, [2, 4, 4]], [7, [3, 5, 8]]])
+    drawn.stamp(center, 1.5, { id, isErasing: false, axis: null, isOverwriting: true });
+  drawn.commit("paint");
+  const box = { low: [1, 2, 2], high: [5, 9, 11] };
+  const planes = (...pairs) => pairs.map(([axis, at]) => ({ axis, at }));
+  const regions = [
+    { kind: "whole", box: null, planes: [] },
+    { kind: "objects", box: null, planes: [] },
+    { kind: "box", box, planes: [] },
+    { kind: "planes", box: null, planes: planes([0, 1], [0, 3]) },
+    { kind: "planes", box: null, planes: planes([1, 4]) },
+    { kind: "planes", box: null, planes: planes([0, 2], [2, 6]) },
+    { kind: "planes", box, planes: planes([0, 2], [0, 3]) },
+    { kind: "planes", box: null, planes: planes(...[0, 1, 2, 3, 4, 5].map(at => [0, at])) },
+  ];
+  return regions.flatMap(region => {
+    const { labels, query } = encodeAnnotation(drawn, region);
+    const { region: stored, ignore_label = null, partial = false } = query;
+    const editor = createEditor();
+    editor.addLabels(labels.data, ignore_label ?? 0);
+    const again = encodeAnnotation(editor, decodeRegion({ region: stored || null, ignore_label, partial }, labels));
+    const isSame = again.query.region === stored && String(again.labels.data) === String(labels.data);
+    return isSame ? [] : [[region, query, again.query]];
+  });
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +124,7 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     is_unknown[[*range(8), *range(14, 24)]] = False
     assert np.array_equal(stored, np.where(is_unknown, annotation["ignore_label"], labels))
 
+    continue_in_another_browser(nuclei, open_page, labels)
     page.reload()
     expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
     expect(page.get_by_role("button", name="Mark plane")).to_be_visible()
@@ -96,13 +134,55 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     drafts = page.get_by_role("region", name="Annotations in this browser")
     expect(drafts).to_contain_text("2 objects · planes XY 9, XY 14")
     check_accessibility(page)
-    drafts.get_by_role("link").click()
-    expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
-    page.get_by_role("button", name="New stack").click()
+    stored = page.get_by_role("region", name="Annotated stacks on the server")
+    for link in (drafts.get_by_role("link"), stored.get_by_role("link")):
+        link.click()
+        expect(page.locator(".hint")).to_contain_text("4 saved changes were restored")
+        page.get_by_role("button", name="New stack").click()
     page.on("dialog", lambda prompt: prompt.accept())
     drafts.get_by_role("button", name="Delete the annotation").click()
     expect(drafts).to_have_count(0)
     nuclei.client.delete(f"/annotations/{annotation['id']}")
+
+
+def test_opened_annotations_have_the_stored_regions(nuclei: LiveServer, open_page: OpenPage) -> None:
+    assert open_page(nuclei).evaluate(REOPEN_REGIONS) == []
+
+
+def continue_in_another_browser(live: LiveServer, open_page: OpenPage, labels: NDArray[Any]) -> None:
+    """Open the annotated stack in a browser without the annotation, change it, and save it."""
+    page = open_page(live, accept_downloads=True)
+    page.get_by_role("region", name="Annotated stacks on the server").get_by_role("link").click()
+    panel, dialog = page.locator(".correct"), page.get_by_role("dialog")
+    expect(panel).to_contain_text("2 objects · loaded from the server")
+    assert np.array_equal(export_labels(page), labels)
+    go_to(page, FIRST)
+    expect(page.get_by_role("button", name="Unmark plane XY 9")).to_be_visible()
+    expect(page.get_by_role("list", name="Marked planes").get_by_role("listitem")).to_have_text(["XY 9", "XY 14"])
+    if live.client.get("/limits").json()["training"]:
+        # The labels are already saved.
+        page.get_by_role("button", name="Train a model").click()
+        expect(dialog).to_contain_text("Base model")
+        dialog.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Brush").click()
+    page.get_by_label("Create a new object").check()
+    paint(page, (8, 60, 20))
+    save_again(page, replace=False)
+    newest, earlier = live.client.get("/annotations").json()["annotations"]
+    assert (newest["objects"], newest["region"]) == (3, "8:14,0:80,0:80")
+    save_again(page, replace=True)
+    replacement, other = live.client.get("/annotations").json()["annotations"]
+    assert (replacement["id"] != newest["id"], other["id"]) == (True, earlier["id"])
+    live.client.delete(f"/annotations/{replacement['id']}")
+
+
+def save_again(page: Page, *, replace: bool) -> None:
+    page.get_by_role("button", name="Save as annotated stack").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Delete the earlier version").set_checked(replace)
+    dialog.get_by_role("button", name="Save").click()
+    expect(dialog).to_have_count(0)
+    expect(page.locator(".hint")).to_contain_text("Saved as ")
 
 
 def test_box_is_drawn_and_changed_in_three_views(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:
@@ -226,7 +306,7 @@ def test_suggested_objects_are_accepted_by_click(nuclei: LiveServer, stack: str,
     page.get_by_role("button", name="Undo").click()
     expect(panel).to_contain_text(f"{object_count - 1} suggested objects")
     page.get_by_role("button", name="Accept all").click()
-    expect(panel).to_contain_text("0 suggested objects")
+    expect(panel).to_contain_text("All suggested objects are accepted")
     assert np.array_equal(export_labels(page) > 0, labels > 0)
     assert len(np.unique(export_labels(page))) == object_count + 1
 

@@ -176,6 +176,11 @@ def check_return_to_batch(page: Page) -> None:
     page.get_by_role("button", name="New stack").click()
     expect(page.locator(".batches")).to_contain_text("6 of 8 stacks segmented")
     check_accessibility(page)
+    # Removing a recent stack keeps the other lists.
+    recent_count = page.locator(".recent-job").count()
+    page.get_by_role("button", name="Remove b.tif").first.click()
+    expect(page.locator(".recent-job")).to_have_count(recent_count - 1)
+    expect(page.locator(".batches")).to_contain_text("6 of 8 stacks segmented")
 
 
 def test_stacks_are_cancelled_and_tried_again_without_the_others(fake: LiveServer, open_page: OpenPage) -> None:

@@ -148,7 +148,7 @@ def test_corrections_are_exported_and_survive_a_reload(result: Result, open_page
     assert np.array_equal(export_labels(page), expected)
 
     page.get_by_role("button", name="Undo").click()
-    expect(hint).to_contain_text("Undone: deleted")
+    expect(hint).to_contain_text("Undid the deletion")
     assert np.array_equal(export_labels(page), np.where(labels == merged_id, kept_id, labels))
     page.keyboard.press("Control+Shift+Z")
     assert np.array_equal(export_labels(page), expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import re
 from pathlib import Path
@@ -143,6 +144,10 @@ def test_corrected_objects_are_filtered_and_exported(
     expect(page.locator("#export-content")).to_contain_text("with 1 correction")
     expected_labels = np.where(np.isin(labels, [int(row["label"]) for row in kept]), labels, 0)
     assert np.array_equal(tifffile.imread(io.BytesIO(download(page, "Labels (OME-TIFF)"))), expected_labels)
+    # The header is that of the service, so that both files have the same orientation.
+    original = gzip.decompress(nuclei.result(job, Accept="application/x-nifti").content)
+    nifti = gzip.decompress(download(page, "Labels (NIfTI)"))
+    assert nifti == original[:352] + expected_labels.astype(labels.dtype).tobytes()
     exported = read_rows(download(page, "Table (CSV)"))
     assert [row["label"] for row in exported] == [
         row["label"] for row in sorted(kept, key=lambda row: int(row["label"]))
@@ -183,9 +188,40 @@ def test_result_of_earlier_settings_is_marked(nuclei: LiveServer, open_page: Ope
     notice.get_by_role("button", name="Segment again").click()
     expect(page.locator(".result-switcher button[aria-current]")).to_contain_text("original resolution")
     expect(notice).to_be_hidden()
-    page.get_by_role("button", name="segment again with them").click()
+    page.get_by_role("button", name="Segment again with them").click()
     expect(page.locator(".result-switcher button[aria-current]")).to_contain_text("Minimum confidence: 0")
     newest = nuclei.client.get("/jobs").json()["jobs"][0]["parameters"]
     assert (newest["min_confidence"], newest["minimum_size"], newest["border"]) == (0, "1", "keep")
     assert newest["diameter"] == "none"
-    expect(page.get_by_role("button", name="segment again with them")).to_have_count(0)
+    expect(page.get_by_role("button", name="Segment again with them")).to_have_count(0)
+
+
+def test_compared_results_show_the_objects_within_their_limits(
+    nuclei: LiveServer, open_page: OpenPage, job: dict[str, Any], rows: Rows
+) -> None:
+    page = open_job(nuclei, open_page, job)
+    median = sorted(float(row["area"]) for row in rows)[len(rows) // 2]
+    set_field(page, "Smallest Volume, µm³", str(median))
+    kept_count = int(page.locator(".filter-panel span").first.inner_text().split(" of ")[0])
+    assert 1 < kept_count < len(rows)
+    parameters = {name: job["parameters"][name] for name in ("stack", "diameter")}
+    other_job = nuclei.run(b"", **parameters, min_confidence=0.01, measurements="zip")
+
+    page.goto(f"/#compare={job['id']},{other_job['id']}")
+    left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
+    footer = page.locator("#compare footer")
+    expect(left).to_contain_text(f"{kept_count} of {len(rows)} objects, confidence ")
+    other_count = other_job["objects"]
+    hidden_count = other_count - kept_count
+    expect(footer).to_contain_text(
+        f"{kept_count} objects in both (overlap above 50%), 0 only on the left, {hidden_count}"
+    )
+    right.get_by_text("Filter the objects").click()
+    field = right.get_by_label("Smallest Volume, µm³", exact=True)
+    field.fill(str(median))
+    field.press("Enter")
+    expect(right).to_contain_text(f"{kept_count} of {other_count} objects")
+    expect(footer).to_contain_text("0 only on the left, 0 only on the right")
+    check_accessibility(page)
+    right.get_by_role("link", name="Open this result").click()
+    expect(page.locator("#summary")).to_contain_text(f"{kept_count} of {other_count} objects")

@@ -83,7 +83,7 @@ def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, o
     stack = tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88]
     choose_file(page, as_tiff(stack, imagej=False, metadata=None))
     press_segment(page)
-    suggestion = page.get_by_role("button", name="Try Model: membranes")
+    suggestion = page.get_by_role("button", name="Try the model membranes")
     expect(suggestion).to_be_visible()
     notes = page.locator("#side .notes summary")
     expect(notes).to_have_text(re.compile("^[3-9] notes$"))

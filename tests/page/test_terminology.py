@@ -47,5 +47,14 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
             "The file has 12 time points. Choose one with “Time point: 1” to “Time point: 12”, or all with “Time point:"
             " all”."
         ),
+        "Set channel=1, or channel=488.": "Set “Channel to segment: 2”, or “Channel to segment: 488”.",
+        "The largest is used. To use another one, set scene to its name or index.": (
+            "The largest is used. Select another one under “Scene”."
+        ),
+        "Try diameter=1,3.5,3.5um. If not, train again with --partial-planes (partial_planes in requests).": (
+            "Try “Object diameter: 3.5 × 3.5 × 1 µm”. If not, mark the planes in which every object is labeled, save"
+            " the stack again, and train again."
+        ),
+        "it does not begin like a TIFF, but with b'PK'. Send a TIFF.": "it does not begin like a TIFF. Open a TIFF.",
     }
     assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())

@@ -11,7 +11,7 @@ import pytest
 from browsing import OpenPage, central_voxel, check_accessibility, find_crosshair, go_to, press_segment
 from live import LiveServer, as_tiff, eager_settings, serve
 from model_files import copy_model
-from playwright.sync_api import expect
+from playwright.sync_api import Route, expect
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec import ModelSpec
@@ -152,6 +152,28 @@ def test_training_is_stopped(live: LiveServer, open_page: OpenPage) -> None:
     assert live.client.get("/models/stopped").status_code == 404
 
 
+def test_training_without_improvement_leads_back_to_the_annotation(live: LiveServer, open_page: OpenPage) -> None:
+    newest = live.client.get("/annotations").json()["annotations"][0]["id"]
+    request = {"model": "random-nuclei", "annotations": [newest], "minutes": 0.03, "name": "worse"}
+    run = live.client.post("/trainings", json=request).json()["id"]
+    message = "The new model is not better. Train again with diameter=2,4,4um."
+    outcome = {"state": "done", "better": False, "model": None, "message": message}
+
+    def replace_outcome(route: Route) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), **outcome})
+
+    page = open_page(live)
+    page.route(f"**/trainings/{run}", replace_outcome)
+    page.goto(f"/#training={run}")
+    training = page.get_by_role("region", name="Training")
+    expect(training).to_contain_text("Train again with “Object diameter: 4 × 4 × 2 µm”.")
+    check_accessibility(page)
+    training.get_by_role("link", name="Continue the annotation").click()
+    expect(page.locator(".correct")).to_contain_text("loaded from the server")
+    live.client.delete(f"/trainings/{run}")
+
+
 def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, open_page: OpenPage) -> None:
     image, labels = synthesize(np.random.default_rng(1), (16, 32, 48))
     stack = live.post("/stacks", as_tiff(image)).json()["id"]
@@ -181,7 +203,7 @@ def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, op
     training = page.get_by_role("region", name="Training")
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]
-    expect(training).to_contain_text(report["message"])
+    expect(training).to_contain_text(report["message"].partition(". ")[0])
     annotation = live.client.get(f"/annotations/{report['annotations'][0]}").json()
     assert (annotation["objects"], annotation["stack"], len(report["annotations"])) == (object_count, stack, 1)
     live.client.delete("/models/mine")

@@ -10,12 +10,13 @@ import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { checkConnection, watchConnection } from "./core/connection.js";
-import { byId } from "./core/elements.js";
+import { byId, element } from "./core/elements.js";
 import { hideError, showError } from "./core/notices.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { createDraftList } from "./correct/draft_list.js";
 import { EmptyLabels, SELECTION_NAMES } from "./correct/label_sources.js";
+import { reopenAnnotation } from "./correct/stored_annotation.js";
 import { openGallery } from "./gallery/gallery.js";
 import { offerProject } from "./project/offer.js";
 import { createProjectList } from "./project/project_list.js";
@@ -100,46 +101,33 @@ async function openSample() {
 function showStartView() {
   showView("start", "Objects in 3D microscopy stacks");
   const { inputs, outputs } = service.capabilities;
-  drawStartView(byId("start"), {
+  const slots = drawStartView(byId("start"), {
+    redraw: showStartView,
     openFiles,
     openSample,
     openJob: (id) => (location.hash = `job=${id}`),
     openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
   });
-  showBatches().catch(showError);
-  showProjects().catch(showError);
-  showDrafts().catch(showError);
-  if (service.capabilities.corrections) showTrainingLists().catch(showError);
+  fillSlot(slots.batches, [createBatchList(showStartView)]);
+  fillSlot(slots.drafts, [createDraftList(showStartView)]);
+  if (service.capabilities.corrections) fillSlot(slots.training, createTrainingLists());
+  fillSlot(slots.projects, [createProjectList()]);
 }
 
-/** List the batches on the start screen. */
-async function showBatches() {
-  const list = await createBatchList(showStartView);
-  if (list && !byId("start").hidden) byId("start").children[0]?.after(list);
+/** Show lists in their place on the start screen. @param {HTMLElement} slot @param {(Promise<HTMLElement | null> | null)[]} lists null for empty lists */
+async function fillSlot(slot, lists) {
+  try {
+    slot.replaceChildren(...(await Promise.all(lists)).filter((list) => list !== null));
+  } catch (error) {
+    showError(error);
+  }
 }
 
-/** List the projects on the start screen. */
-async function showProjects() {
-  const list = await createProjectList();
-  byId("start").querySelector(".projects")?.remove();
-  if (!byId("start").hidden) byId("start").append(list);
-}
-
-/** List the annotations in this browser on the start screen. */
-async function showDrafts() {
-  const list = await createDraftList(showStartView);
-  if (list && !byId("start").hidden) byId("start").append(list);
-}
-
-/** List the annotated stacks and the training runs on the start screen. */
-async function showTrainingLists() {
+/** Create the lists of the annotated stacks and of the training runs. */
+function createTrainingLists() {
   const { training: canTrain, training_minutes: maxMinutes } = service.capabilities;
   const openDialogForTraining = canTrain ? () => openTrainingDialog(maxMinutes).catch(showError) : null;
-  const lists = await Promise.all([
-    createAnnotationsList(openDialogForTraining),
-    canTrain ? createTrainingRunsList() : null,
-  ]);
-  if (!byId("start").hidden) byId("start").append(...lists.filter((list) => list !== null));
+  return [createAnnotationsList(openDialogForTraining), canTrain ? createTrainingRunsList() : null];
 }
 
 /** Create a session for a stack, and show its views. @param {import("./stack/session.js").Stack} stack */
@@ -165,6 +153,23 @@ async function openStack(id, parameters) {
 async function openAnnotationDraft(id, parameters) {
   await openStack(id, parameters);
   await session?.annotate();
+}
+
+/** Continue the annotation of an annotated stack. @param {string} id @param {AbortSignal} signal */
+async function openAnnotatedStack(id, signal) {
+  showView("start", "Annotated stack");
+  byId("start").replaceChildren(element("p", { class: "muted", role: "status" }, "Loading the annotated stack"));
+  const upload = (/** @type {Blob} */ file, /** @type {string} */ name) =>
+    uploadWithProgress(byId("start"), file, name);
+  try {
+    const fragment = await reopenAnnotation(id, upload, service.defaultModel ?? "", signal);
+    if (!signal.aborted) location.replace(`#${fragment}`);
+  } catch (error) {
+    if (signal.aborted) return;
+    history.replaceState(null, "", "#");
+    showStartView();
+    throw error;
+  }
 }
 
 /** Open a job, and show its stack if the service still stores the stack. @param {string} id */
@@ -288,6 +293,7 @@ const VIEWS = {
   stack: openStack,
   project: (id, _parameters, signal) => openProject(id, signal),
   annotate: openAnnotationDraft,
+  annotated: (id, _parameters, signal) => openAnnotatedStack(id, signal),
   training: (id, _parameters, signal) => openTrainingRun(id, signal),
 };
 

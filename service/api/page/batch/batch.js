@@ -31,10 +31,10 @@ export class Batch extends EventTarget {
     this.parameters = parameters;
     this.shared = shared;
     /** @type {Entry[]} */
-    this.entries = entries.map((entry, index) => ({
+    this.entries = entries.map((entry) => ({
       ...{ parts: [], ...entry, upload: null, isBusy: false, isVerified: false },
-      thumbnail: thumbnails.get(index) ?? "",
-      thumbnailKey: thumbnails.has(index) ? entry.thumbnailKey : "",
+      thumbnail: thumbnails.get(entry.index) ?? "",
+      thumbnailKey: thumbnails.has(entry.index) ? entry.thumbnailKey : "",
     }));
     this.saveTimer = 0;
     this.batchAbort = new AbortController();
@@ -162,6 +162,18 @@ export class Batch extends EventTarget {
     this.#changed();
   }
 
+  /** Segment a stack with other settings than the other stacks. @param {Entry} entry @param {Parameters} changes */
+  runWith(entry, changes) {
+    this.setOwnParameters([entry], changes);
+    this.retry(entry);
+  }
+
+  /** Remove a stack without a result from the list. @param {Entry} entry */
+  remove(entry) {
+    this.entries = this.entries.filter((other) => other !== entry);
+    this.#changed();
+  }
+
   /** Cancel everything that has not ended. */
   cancelAll() {
     for (const entry of this.stacks) {
@@ -179,10 +191,15 @@ export class Batch extends EventTarget {
       const match =
         this.entries.find((entry) => entry.path === file.path && entry.bytes === bytes) ??
         this.entries.find((entry) => getPhase(entry) === "missing" && isSameFile(entry, file.path, bytes));
-      if (match === undefined) this.entries.push(createEntry(this.entries.length, file));
+      if (match === undefined) this.entries.push(createEntry(this.#createIndex(), file));
       else if (!match.skipReason) match.parts = file.parts;
     }
     this.#changed();
+  }
+
+  /** Return an index that no entry has, because thumbnails and requests are stored by index. */
+  #createIndex() {
+    return this.entries.reduce((max, { index }) => Math.max(max, index), -1) + 1;
   }
 
   #changed() {

@@ -5,7 +5,7 @@ import { formatCount, formatNumber } from "../core/format.js";
 import { Problem, request } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
 import { createFilterQuery, loadLimits, loadShownCounts } from "../result/stored_limits.js";
-import { countAllCorrections } from "../volumes/correction_store.js";
+import { countObjects, isSingleTimePoint, loadCorrectedResult, loadCorrectionCounts } from "./corrections.js";
 import { getPhase, getStem } from "./entries.js";
 import { ZipWriter } from "./zip_writer.js";
 
@@ -25,51 +25,91 @@ small { color: #54616a; display: block; max-width: 50em }
 
 /** Save one table with the objects of all stacks. The first column contains the file. @param {Batch} batch @param {ShowProgress} showProgress */
 export async function saveTable(batch, showProgress) {
-  const { table, missing } = await collectTable(batch, showProgress);
-  downloadBlob(table, `${batch.fileStem}_objects.csv`);
-  showProgress(await describeSaved(batch, `${batch.fileStem}_objects.csv`, missing));
+  const results = await collectResults(batch, showProgress);
+  downloadBlob(await joinTables(results), `${batch.fileStem}_objects.csv`);
+  showProgress(describeSaved(`${batch.fileStem}_objects.csv`, results));
 }
 
 /** Save a report with a picture, the number of objects and the warnings of each stack. @param {Batch} batch @param {ShowProgress} showProgress */
-export function saveReport(batch, showProgress) {
-  downloadBlob(createReport(batch), `${batch.fileStem}_report.html`);
+export async function saveReport(batch, showProgress) {
+  downloadBlob(createReport(batch, await loadCorrectionCounts()), `${batch.fileStem}_report.html`);
   showProgress(`Saved ${batch.fileStem}_report.html`);
 }
 
 /** Save an archive with the labels of all stacks, the table and the report. @param {Batch} batch @param {ShowProgress} showProgress */
 export async function saveArchive(batch, showProgress) {
   const archive = new ZipWriter();
-  const entries = listDone(batch);
-  const paths = makeLabelPaths(entries);
-  const missing = [];
-  for (const [index, entry] of entries.entries()) {
-    showProgress(`Collecting the labels: ${index + 1} of ${entries.length}`);
-    const labels = await fetchResult(entry, "image/tiff");
-    if (labels) await archive.add(paths[index], labels);
-    else missing.push(entry.path);
+  const results = await collectResults(batch, showProgress);
+  const paths = makeLabelPaths(results);
+  for (const [index, { labels }] of results.entries()) {
+    showProgress(`Collecting the labels: ${index + 1} of ${results.length}`);
+    const blob = await labels();
+    if (blob) await archive.add(paths[index], blob);
   }
-  await archive.add("objects.csv", (await collectTable(batch, showProgress)).table);
-  await archive.add("report.html", createReport(batch));
+  await archive.add("objects.csv", await joinTables(results));
+  await archive.add("report.html", createReport(batch, await loadCorrectionCounts()));
   downloadBlob(archive.finish(), `${batch.fileStem}_labels.zip`);
   batch.dispatchEvent(new Event("change"));
-  showProgress(await describeSaved(batch, `${batch.fileStem}_labels.zip`, missing));
+  showProgress(describeSaved(`${batch.fileStem}_labels.zip`, results));
 }
 
-/** Describe a saved file, and name the stacks for which it lacks the results or the corrections. @param {Batch} batch @param {string} name @param {string[]} missing paths of the stacks whose result is no longer stored */
-async function describeSaved(batch, name, missing) {
-  const correctedJobs = new Set([...(await countAllCorrections()).keys()].map((key) => key.split("@")[0]));
-  const corrected = listDone(batch).filter(({ job }) => correctedJobs.has(job));
-  const shownCounts = loadShownCounts();
-  const filtered = listDone(batch).filter(({ job }) => shownCounts.has(job));
-  const sentences = [`Saved ${name}.`];
-  if (filtered.length > 0)
-    sentences.push(`The filters that you set for ${filtered.map(({ path }) => path).join(", ")} were applied.`);
-  if (missing.length > 0) sentences.push(`The service no longer stores the results of ${missing.join(", ")}.`);
-  if (corrected.length > 0) {
-    const paths = corrected.map(({ path }) => path).join(", ");
-    sentences.push(`The file does not contain the corrections that this browser stores for ${paths}.`);
+/**
+ * Result of an entry, which the files contain.
+ * @typedef {object} EntryResult
+ * @property {Entry} entry
+ * @property {number} corrections number of corrections
+ * @property {boolean} isCorrected whether the files contain the corrections
+ * @property {Blob | null} table null if the result has no table, or if the service no longer stores the result
+ * @property {() => Promise<Blob | null>} labels null if the service no longer stores the result
+ */
+
+/** Fetch the tables of all results, with the corrections that this browser stores. @param {Batch} batch @param {ShowProgress} showProgress @returns {Promise<EntryResult[]>} */
+async function collectResults(batch, showProgress) {
+  const correctionCounts = await loadCorrectionCounts();
+  const entries = listDone(batch);
+  const results = [];
+  for (const [index, entry] of entries.entries()) {
+    showProgress(`Collecting the tables: ${index + 1} of ${entries.length}`);
+    const corrections = correctionCounts.get(entry.job)?.corrections ?? 0;
+    const corrected =
+      corrections > 0 && isSingleTimePoint(entry)
+        ? await loadCorrectedResult(entry, (mediaType) => fetchResult(entry, mediaType, ""))
+        : null;
+    // The limits refer to the table of objects.
+    const hasTable = entry.report?.parameters.measurements === "zip";
+    const query = hasTable ? createFilterQuery(loadLimits(entry.job)) : "";
+    results.push({
+      entry,
+      corrections,
+      isCorrected: corrected !== null,
+      table: corrected?.table ?? (hasTable ? await fetchResult(entry, "text/csv", query) : null),
+      labels: async () => corrected?.labels ?? fetchResult(entry, "image/tiff", query),
+    });
   }
-  return sentences.join(" ");
+  return results;
+}
+
+/** Describe a saved file, and name the stacks whose results are filtered, corrected or missing. @param {string} name @param {EntryResult[]} results */
+function describeSaved(name, results) {
+  const shownCounts = loadShownCounts();
+  const listPaths = (/** @type {(result: EntryResult) => boolean} */ isListed) =>
+    results
+      .filter(isListed)
+      .map(({ entry }) => entry.path)
+      .join(", ");
+  const filtered = listPaths(({ entry }) => shownCounts.has(entry.job));
+  const corrected = listPaths(({ isCorrected }) => isCorrected);
+  const uncorrected = listPaths(({ corrections, isCorrected }) => corrections > 0 && !isCorrected);
+  const missing = listPaths(({ entry }) => entry.isGone);
+  return [
+    `Saved ${name}.`,
+    filtered && `The filters that you set for ${filtered} were applied.`,
+    corrected && `It contains your corrections of ${corrected}.`,
+    uncorrected && `It does not contain your corrections of ${uncorrected}. Open the result to export them.`,
+    missing && `The service no longer stores the results of ${missing}.`,
+  ]
+    .filter(Boolean)
+    .join(" ");
 }
 
 /** @param {Batch} batch @returns {Entry[]} the entries with a result */
@@ -77,22 +117,19 @@ export function listDone(batch) {
   return batch.stacks.filter((entry) => getPhase(entry) === "done");
 }
 
-/** Return a different path for the labels of each stack. @param {Entry[]} entries */
-function makeLabelPaths(entries) {
-  const stems = entries.map(({ path }) => getStem(path));
-  return entries.map(({ path, report, inspection }, index) => {
+/** Return a different path for the labels of each stack. @param {EntryResult[]} results */
+function makeLabelPaths(results) {
+  const stems = results.map(({ entry }) => getStem(entry.path));
+  return results.map(({ entry: { path, report, inspection }, isCorrected }, index) => {
     const isUnique = stems.filter((stem) => stem === stems[index]).length === 1;
-    const output = String(report?.parameters.output ?? inspection?.output ?? "labels");
+    const output = isCorrected ? "corrected" : String(report?.parameters.output ?? inspection?.output ?? "labels");
     return `labels/${isUnique ? stems[index] : path}_${output}.ome.tif`;
   });
 }
 
-/** Fetch the displayed objects of a result. If the service no longer stores it, mark the entry. @param {Entry} entry @param {string} mediaType @returns {Promise<Blob | null>} null if the service no longer stores the result */
-async function fetchResult(entry, mediaType) {
+/** Fetch a result. If the service no longer stores it, mark the entry. @param {Entry} entry @param {string} mediaType @param {string} query selects the objects @returns {Promise<Blob | null>} null if the service no longer stores the result */
+async function fetchResult(entry, mediaType, query) {
   try {
-    // The limits refer to the table of objects.
-    const hasTable = entry.report?.parameters.measurements === "zip";
-    const query = hasTable ? createFilterQuery(loadLimits(entry.job)) : "";
     const url = `jobs/${entry.job}/result${query && "?"}${query}`;
     return await (await request(url, { headers: { Accept: mediaType } })).blob();
   } catch (error) {
@@ -102,25 +139,15 @@ async function fetchResult(entry, mediaType) {
   }
 }
 
-/**
- * Join the tables of all stacks. The columns depend on the channels and time points of a stack; missing cells are empty.
- * @param {Batch} batch @param {ShowProgress} showProgress
- * @returns {Promise<{table: Blob, missing: string[]}>} missing: paths of the stacks whose result is no longer stored
- */
-async function collectTable(batch, showProgress) {
-  const missing = [];
+/** Join the tables of all stacks. The columns depend on the channels and time points of a stack; missing cells are empty. @param {EntryResult[]} results @returns {Promise<Blob>} CSV */
+async function joinTables(results) {
   const tables = [];
-  const entries = listDone(batch).filter(({ report }) => report?.parameters.measurements === "zip");
-  for (const [index, entry] of entries.entries()) {
-    showProgress(`Collecting the tables: ${index + 1} of ${entries.length}`);
-    const blob = await fetchResult(entry, "text/csv");
-    if (blob) tables.push({ path: entry.path, blob, columns: await readColumns(blob) });
-    else missing.push(entry.path);
-  }
+  for (const { entry, table } of results)
+    if (table) tables.push({ path: entry.path, blob: table, columns: await readColumns(table) });
   const columns = [...new Set(tables.flatMap((table) => table.columns))];
   const parts = [new Blob([`${["stack", ...columns].join()}\n`])];
   for (const table of tables) parts.push(await convertTable(table, columns));
-  return { table: new Blob(parts, { type: "text/csv" }), missing };
+  return new Blob(parts, { type: "text/csv" });
 }
 
 /** @param {Blob} blob CSV @returns {Promise<string[]>} */
@@ -147,8 +174,8 @@ function formatCell(text) {
   return /[",\r\n]/.test(cell) ? `"${cell.replaceAll('"', '""').replaceAll(/[\r\n]/g, " ")}"` : cell;
 }
 
-/** @param {Batch} batch @returns {Blob} HTML */
-function createReport(batch) {
+/** @param {Batch} batch @param {import("./corrections.js").CorrectionCounts} correctionCounts @returns {Blob} HTML */
+function createReport(batch, correctionCounts) {
   const { model: _, ...parameters } = /** @type {Record<string, string>} */ ({ ...batch.parameters, ...batch.shared });
   const settings = Object.entries(parameters).flatMap(([name, value]) => (value ? [describeSetting(name, value)] : []));
   const models = [...new Set(listDone(batch).map(({ report }) => report?.model ?? ""))];
@@ -163,7 +190,12 @@ function createReport(batch) {
       `Model: ${models.join(", ") || "none"}. ${settings.length ? `Settings: ${settings.join(", ")}.` : ""}`,
     ),
     element("p", {}, new Date().toLocaleString("en", { dateStyle: "long", timeStyle: "short" })),
-    element("table", {}, element("tr", {}, ...headers), ...batch.entries.map(createReportRow)),
+    element(
+      "table",
+      {},
+      element("tr", {}, ...headers),
+      ...batch.entries.map((entry) => createReportRow(entry, correctionCounts)),
+    ),
   );
   const head = `<meta charset="utf-8"><title>StackSeg: ${formatCount(batch.stacks.length, "stack")}</title><style>${REPORT_STYLE}</style>`;
   return new Blob([`<!DOCTYPE html><html lang="en"><head>${head}</head><body>${body.innerHTML}</body></html>\n`], {
@@ -171,8 +203,8 @@ function createReport(batch) {
   });
 }
 
-/** @param {Entry} entry */
-function createReportRow(entry) {
+/** @param {Entry} entry @param {import("./corrections.js").CorrectionCounts} correctionCounts */
+function createReportRow(entry, correctionCounts) {
   const { path, thumbnail, report, inspection, parameters } = entry;
   const isDone = getPhase(entry) === "done";
   const ownSettings = Object.entries(parameters).map(([name, value]) => describeSetting(name, value));
@@ -184,7 +216,7 @@ function createReportRow(entry) {
     {},
     element("td", {}, thumbnail !== "" && element("img", { src: thumbnail, alt: "" })),
     element("td", {}, path, ownSettings.length > 0 && element("small", {}, ownSettings.join(", "))),
-    element("td", {}, isDone ? formatObjectCount(entry) : ""),
+    element("td", {}, isDone ? formatObjectCount(entry, correctionCounts) : ""),
     element("td", {}, isDone ? formatConfidence(report?.confidence ?? null) : ""),
     element(
       "td",
@@ -195,11 +227,14 @@ function createReportRow(entry) {
   );
 }
 
-/** @param {Entry} entry @returns {string} number of displayed objects, which the files contain */
-function formatObjectCount({ job, report }) {
-  const objects = report?.objects ?? Number.NaN;
-  const shown = loadShownCounts().get(job);
-  return shown === undefined ? formatNumber(objects) : `${formatNumber(shown)} of ${formatNumber(objects)}`;
+/** @param {Entry} entry @param {import("./corrections.js").CorrectionCounts} correctionCounts @returns {string} number of displayed objects, which the files contain */
+function formatObjectCount(entry, correctionCounts) {
+  const { shown, total } = countObjects(entry, correctionCounts);
+  const countText = shown === total ? formatNumber(shown) : `${formatNumber(shown)} of ${formatNumber(total ?? NaN)}`;
+  const corrections = correctionCounts.get(entry.job)?.corrections;
+  return corrections && isSingleTimePoint(entry)
+    ? `${countText}, with ${formatCount(corrections, "correction")}`
+    : countText;
 }
 
 /** @param {number | null} confidence from 0 to 1 @returns {string} */

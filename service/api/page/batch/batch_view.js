@@ -6,10 +6,10 @@ import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { showError } from "../core/notices.js";
 import { formatLengths } from "../core/terminology.js";
 import { openGallery } from "../gallery/gallery.js";
-import { loadShownCounts } from "../result/stored_limits.js";
 import { SettingsView } from "../stack/settings_view.js";
 import { saveArchive, saveReport, saveTable } from "./batch_results.js";
 import { selectChosenFiles } from "./collect_files.js";
+import { countObjects, loadCorrectionCounts } from "./corrections.js";
 import { getPhase, isPending } from "./entries.js";
 import { openEntryDialog } from "./entry_dialog.js";
 import { EntryRow } from "./entry_row.js";
@@ -43,6 +43,9 @@ export class BatchView {
     });
     this.settings = new SettingsView(settingsPanel, service);
     this.settings.nameHeading.textContent = "Settings for all stacks";
+    this.settings.annotateButton.hidden = true;
+    // Models are tried on one open stack.
+    if (this.settings.galleryButton) this.settings.galleryButton.textContent = "About the models";
     this.settings.restore({ ...batch.parameters });
     this.settings.addEventListener("change", () => batch.setParameters(this.settings.parameters));
     this.settings.addEventListener("run", () => batch.run());
@@ -60,7 +63,9 @@ export class BatchView {
     this.skippedRoot = element("div");
     /** @type {Map<Entry, EntryRow>} */
     this.rows = new Map();
-    this.shownCounts = "";
+    this.skippedCount = -1;
+    /** The corrected results of this browser. @type {import("./corrections.js").CorrectionCounts} */
+    this.correctionCounts = new Map();
     const content = element(
       "section",
       { class: "batch-content", "aria-label": "Stacks of the batch" },
@@ -84,6 +89,12 @@ export class BatchView {
     connection.subscribe(() => this.#updateLater(), signal);
     signal.addEventListener("abort", () => cancelAnimationFrame(this.frame));
     this.#update();
+    this.#loadCorrectionCounts();
+  }
+
+  async #loadCorrectionCounts() {
+    this.correctionCounts = await loadCorrectionCounts();
+    if (this.correctionCounts.size > 0) this.#updateLater();
   }
 
   #createFileButtons() {
@@ -140,11 +151,16 @@ export class BatchView {
 
   #update() {
     const { batch, rows } = this;
+    for (const [entry, row] of rows) {
+      if (batch.entries.includes(entry)) continue;
+      row.root.remove();
+      rows.delete(entry);
+    }
     for (const entry of batch.stacks) {
       const row = rows.get(entry);
-      if (row) row.update();
+      if (row) row.update(this.correctionCounts);
       else {
-        const newRow = new EntryRow(batch, entry, this.actions);
+        const newRow = new EntryRow(batch, entry, this.actions, this.correctionCounts);
         rows.set(entry, newRow);
         this.list.append(newRow.root);
       }
@@ -183,11 +199,10 @@ export class BatchView {
     const count = (/** @type {string[]} */ names) => phases.filter((phase) => names.includes(phase)).length;
     const doneCount = count(["done"]);
     const failedCount = count(FAILED_PHASES);
-    const shownCounts = loadShownCounts();
-    const objects = stacks.reduce((sum, { job, report }, index) => {
-      const isDone = phases[index] === "done";
-      return sum + (isDone ? (shownCounts.get(job) ?? report?.objects ?? 0) : 0);
-    }, 0);
+    const objects = stacks.reduce(
+      (sum, entry, index) => sum + (phases[index] === "done" ? countObjects(entry, this.correctionCounts).shown : 0),
+      0,
+    );
     const questionCount = count(["question"]);
     const missingCount = count(["missing"]);
     const text = [
@@ -211,9 +226,8 @@ export class BatchView {
 
   #updateSkipped() {
     const skipped = this.batch.entries.filter((entry) => entry.skipReason !== "");
-    const key = String(skipped.length);
-    if (this.shownCounts === key) return;
-    this.shownCounts = key;
+    if (this.skippedCount === skipped.length) return;
+    this.skippedCount = skipped.length;
     redraw(this.skippedRoot, () => [
       skipped.length > 0 &&
         element(
@@ -240,7 +254,13 @@ export class BatchView {
     if (settings.runButton.textContent !== text) settings.runButton.textContent = text;
     const seconds = runnable.map(({ inspection }) => inspection?.seconds ?? null);
     const total = seconds.reduce((sum, value) => (sum === null || value === null ? null : sum + value), 0);
-    settings.estimateText.textContent = runnable.length && total ? `about ${formatDuration(total)}` : "";
+    const isFinished = runnable.length === 0 && batch.stacks.some((entry) => getPhase(entry) === "done");
+    settings.estimateText.textContent =
+      isFinished && !batch.stacks.some(isPending)
+        ? "All stacks are segmented with these settings."
+        : runnable.length && total
+          ? `about ${formatDuration(total)}`
+          : "";
     const model = this.models.find(({ name }) => name === batch.parameters.model);
     if (settings.modelSummary) settings.modelSummary.textContent = model?.summary ?? "";
   }

@@ -6,15 +6,17 @@ import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } fr
 import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
-import { loadShownCounts } from "../result/stored_limits.js";
+import { describeSuggestion, getSuggestion } from "../result/advice.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
+import { countObjects, isSingleTimePoint } from "./corrections.js";
 import { getPhase } from "./entries.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
 /** @typedef {import("./entries.js").Entry} Entry */
 /** @typedef {import("./entries.js").Phase} Phase */
 /** @typedef {import("../core/elements.js").Child} Child */
+/** @typedef {import("./corrections.js").CorrectionCounts} CorrectionCounts */
 /** @typedef {{open: (entry: Entry) => void, edit: (entry: Entry) => void}} RowActions */
 
 /** Short titles of phases. Phases without a title show their progress. @type {Partial<Record<Phase, string>>} */
@@ -49,16 +51,20 @@ const CANCELLABLE_PHASES = [
 ];
 /** Phases that the service reports, and that can change without a request from this page. */
 const SERVICE_PHASES = ["waiting", "loading", "running"];
+/** Phases of stacks without a result and without a job that could still have one. */
+const REMOVABLE_PHASES = ["ready", "question", "problem", "missing", "failed", "cancelled", "expired", "gone"];
 const RETRYABLE_PHASES = ["problem", "failed", "cancelled", "expired", "gone"];
 const WARNING_PHASES = ["problem", "failed", "gone", "expired", "missing", "question"];
 
+const CORRECTED_TITLE = "Saved in this browser. The table and the archive contain the corrected objects.";
+const NOT_EXPORTED_TITLE = "Saved in this browser. Open the result to export the corrected time points.";
 /** Progress while the service does not respond. */
 const DISCONNECTED_PROGRESS = { text: "", fraction: null };
 
 /** A list item whose parts are redrawn only if they have changed, so that open details and the focus are kept. */
 export class EntryRow {
-  /** @param {Batch} batch @param {Entry} entry @param {RowActions} actions */
-  constructor(batch, entry, actions) {
+  /** @param {Batch} batch @param {Entry} entry @param {RowActions} actions @param {CorrectionCounts} correctionCounts */
+  constructor(batch, entry, actions, correctionCounts) {
     this.batch = batch;
     this.entry = entry;
     this.actions = actions;
@@ -73,10 +79,11 @@ export class EntryRow {
     this.shownContents = new Map();
     /** A newer job for the stack, submitted while the stack was open in the viewer. */
     this.newerJob = findNewerJob(entry);
-    this.update();
+    this.update(correctionCounts);
   }
 
-  update() {
+  /** @param {CorrectionCounts} correctionCounts */
+  update(correctionCounts) {
     const { entry, batch } = this;
     const phase = getPhase(entry);
     const { thumbnail, inspection, inspectedKey, parameters, problem, job, report } = entry;
@@ -89,8 +96,10 @@ export class EntryRow {
       this.#createTexts(),
     );
     const reason = problem?.message ?? inspection?.problem;
-    this.#redraw(this.stateCell, [phase, job, report?.objects, isStale, isUnknown, reason], () =>
-      this.#createState(phase, isStale, isUnknown),
+    this.#redraw(
+      this.stateCell,
+      [phase, job, report?.objects, isStale, isUnknown, reason, correctionCounts.get(job)],
+      () => this.#createState(phase, isStale, isUnknown, correctionCounts),
     );
     this.#redraw(this.buttonCell, [phase, entry.stack, entry.parts.length], () => this.#createButtons(phase));
     this.#updateProgress(phase);
@@ -132,12 +141,12 @@ export class EntryRow {
     ];
   }
 
-  /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @returns {Child[]} */
-  #createState(phase, isStale, isUnknown) {
+  /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @param {CorrectionCounts} correctionCounts @returns {Child[]} */
+  #createState(phase, isStale, isUnknown, correctionCounts) {
     const newerText =
       phase === "done" && this.newerJob && this.newerJob.job !== this.entry.job && this.#createNewerText();
     const staleText = isStale && element("p", { class: "small stale-text" }, "Made with other settings");
-    if (phase === "done") return [...this.#createResult(), staleText, newerText];
+    if (phase === "done") return [...this.#createResult(correctionCounts), staleText, newerText];
     const isWarning = WARNING_PHASES.includes(phase);
     return [
       element("strong", { class: isWarning ? "warning-text" : "" }, PHASE_TITLES[phase]),
@@ -168,23 +177,28 @@ export class EntryRow {
     );
   }
 
-  /** @returns {Child[]} */
-  #createResult() {
+  /** @param {CorrectionCounts} correctionCounts @returns {Child[]} */
+  #createResult(correctionCounts) {
     const { job, report } = this.entry;
     if (report === null) return [];
     const confidence = formatConfidence(report.confidence ?? null);
     const warnings = report.warnings.map(toPageTerms);
-    const title =
-      typeof report.objects === "number"
-        ? formatPart(loadShownCounts().get(job) ?? report.objects, report.objects, "object")
-        : "Done";
+    const { shown, total } = countObjects(this.entry, correctionCounts);
+    const corrections = correctionCounts.get(job)?.corrections;
     return [
-      element("strong", {}, title),
+      element("strong", {}, total === null ? "Done" : formatPart(shown, total, "object")),
+      corrections !== undefined &&
+        element(
+          "span",
+          { class: "badge", title: isSingleTimePoint(this.entry) ? CORRECTED_TITLE : NOT_EXPORTED_TITLE },
+          formatCount(corrections, "correction"),
+        ),
       element(
         "p",
         { class: report.doubt ? "warning-text small" : "muted small" },
         report.doubt ? `Low confidence${confidence && `, ${confidence}`}` : confidence && `Confidence ${confidence}`,
       ),
+      this.#createSuggestion(report),
       warnings.length > 0 &&
         element(
           "details",
@@ -193,6 +207,17 @@ export class EntryRow {
           element("ul", { class: "notes" }, ...warnings.map((warning) => element("li", {}, warning))),
         ),
     ];
+  }
+
+  /** Create a button that follows the advice of the service, unless the user has followed it already. @param {import("openapi").JobReport} report @returns {Child} */
+  #createSuggestion(report) {
+    const { batch, entry } = this;
+    const suggestion = getSuggestion(report);
+    if (suggestion === null || suggestion.parameter in entry.parameters || entry.stack === "") return false;
+    const { parameter, value } = suggestion;
+    const node = button(describeSuggestion(suggestion), () => batch.runWith(entry, { [parameter]: value }), "link");
+    node.ariaLabel = `${node.textContent}: ${entry.path}`;
+    return node;
   }
 
   /** @param {Phase} phase @returns {Child[]} */
@@ -213,6 +238,7 @@ export class EntryRow {
         create("Settings", () => actions.edit(entry), phase === "question" ? "primary" : "secondary"),
       CANCELLABLE_PHASES.includes(phase) && create("Cancel", () => batch.cancel(entry)),
       canRetry && create("Try again", () => batch.retry(entry)),
+      REMOVABLE_PHASES.includes(phase) && create("Remove", () => batch.remove(entry), "link"),
     ];
   }
 

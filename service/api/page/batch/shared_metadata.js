@@ -45,7 +45,7 @@ export class SharedMetadataControls {
         element(
           "option",
           { value: String(index), selected: channel === String(index) },
-          name ? `${index}: ${name}` : `channel ${index}`,
+          name ? `${index + 1}: ${name}` : `channel ${index + 1}`,
         ),
       ),
     );

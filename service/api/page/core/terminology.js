@@ -29,6 +29,8 @@ const DISPLAYED_VALUES = {
   "voxel_size=Z,Y,X": "",
   "allow_incomplete=true": "use the planes that are present",
 };
+/** Indices of channels, which the web UI counts from 1. A longer number is a name, such as the wavelength 488. */
+const CHANNEL_INDEX_PATTERN = /^\d{1,2}$/;
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
 const ZYX_SHAPE_PATTERN = /(?<! x )\b(\d+) x (\d+) x (\d+)\b(?! x )/g;
@@ -49,6 +51,8 @@ const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
 /** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value of the parameter, "" to return only the title */
 export function describeSetting(name, value) {
   const displayedValue = DISPLAYED_VALUES[`${name}=${value}`] ?? value;
+  if (name === "channel" && CHANNEL_INDEX_PATTERN.test(displayedValue))
+    return `${SETTING_TITLES.channel}: ${Number(displayedValue) + 1}`;
   if (name === "time" && displayedValue) return `${SETTING_TITLES.time}: ${formatTimeParameter(displayedValue)}`;
   const valueWithUnit = name === "voxel_size" && displayedValue ? `${displayedValue}um` : displayedValue;
   return valueWithUnit
@@ -62,11 +66,20 @@ export function toPageTerms(text) {
     PARAMETER_PATTERN,
     (_, name, value) => `“${describeSetting(name, value)}”`,
   );
-  return formatLengths(textWithTitles)
-    .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
-    .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
-    .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
-    .replace(" (docs/training.md)", "");
+  return (
+    formatLengths(textWithTitles)
+      .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
+      .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
+      .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
+      .replace(" (docs/training.md)", "")
+      .replace(/To use another one, set scene to its (?:name or )?index\./, "Select another one under “Scene”.")
+      .replace(
+        "train again with --partial-planes (partial_planes in requests).",
+        "mark the planes in which every object is labeled, save the stack again, and train again.",
+      )
+      // The first bytes of a file of an unknown format.
+      .replace(/, but with b(?:'[^']*'|"[^"]*")\. Send a /, ". Open a ")
+  );
 }
 
 /** Replace shell commands and Python code in advice about a file with menu items. @param {string} text */
@@ -79,6 +92,11 @@ function replaceCommands(text) {
     )
     .replace(/Convert it in Python: import (\w+).*$/s, (advice, module) => MENU_ADVICE[module] ?? advice)
     .replace(/Unpack it first: .*$/s, "Unpack it first: right-click it in the file manager, and choose Extract.");
+}
+
+/** @param {string | null | undefined} diameter that a job used, such as `14,22,22px; estimated` @returns {string} "" if no diameter was used */
+export function describeUsedDiameter(diameter) {
+  return diameter ? `object diameter ${formatLengths(diameter).replace("; stated", "").replace("; ", ", ")}` : "";
 }
 
 /** Convert lengths to x, y, z order and to the units of the web UI. @param {string} text */

@@ -49,13 +49,24 @@ export class AnnotatedStacks {
     const { source, stem } = this;
     const name = source.isSeries ? `${stem}, time ${formatTimePoint(timePoint)}` : stem;
     const query = { ...source.getQuery(timePoint), changes: editor.edits.length };
-    const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name });
+    const earlier = await this.#findNewest(timePoint);
+    const report = await openSaveAnnotationDialog({ editor, region: region.state, query, name, earlier });
     if (report === null) return false;
     await correctionStore.addAnnotationId(source.id, report.id);
     this.savedRegion = region.state;
-    this.panel.showHint(`Saved as ${report.name}.`);
+    const advice = this.capabilities.training && source.isEmpty ? " Press “Train a model” to train on it." : "";
+    this.panel.showHint(`Saved as ${report.name}.${advice}`);
     this.updatePanel();
     return true;
+  }
+
+  /** Find the annotated stack that was saved last from these labels. @param {number} timePoint displayed time point, used if each time point has its own labels @returns {Promise<Annotation | null>} */
+  async #findNewest(timePoint) {
+    const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
+    const annotations = await fetchAnnotations().catch(() => []);
+    return (
+      annotations.find(({ id, time }) => ownIds.includes(id) && (!this.source.isSeries || time === timePoint)) ?? null
+    );
   }
 
   /** Open the training dialog, after saving any unsaved corrections as an annotated stack. @param {CorrectionMode} mode @param {number} timePoint displayed time point, used if each time point has its own labels */
@@ -73,13 +84,15 @@ export class AnnotatedStacks {
     if (this.savedRegion !== null && this.savedRegion !== region.state) return false;
     const query = encodeRegion(editor, region.state);
     const editCount = editor.edits.length;
+    // The labels of an annotated stack that was opened again count as one edit.
+    const isUnchanged = editCount > 0 && editor.edits.every(({ kind }) => kind === "open");
     if (!this.capabilities.corrections) return true;
     if (editCount === 0) return !this.source.isEmpty;
     const ownIds = await correctionStore.loadAnnotationIds(this.source.id);
     return (await fetchAnnotations()).some(
       (annotation) =>
         this.#isFromSource(annotation, ownIds) &&
-        annotation.changes === editCount &&
+        (isUnchanged || annotation.changes === editCount) &&
         (annotation.region ?? "") === query.region &&
         annotation.ignore_label === (query.ignore_label ?? null) &&
         annotation.partial === Boolean(query.partial) &&

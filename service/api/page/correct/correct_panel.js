@@ -12,7 +12,7 @@ import { TOOLS } from "./tool_list.js";
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
 /** @typedef {import("../volumes/label_edit.js").EditKind} EditKind */
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
-/** @typedef {"ome.tif" | "npy" | "csv"} FileKind */
+/** @typedef {"ome.tif" | "nii.gz" | "npy" | "csv"} FileKind */
 /**
  * @typedef {object} Actions
  * @property {(direction: "undo" | "redo") => void} undoOrRedo
@@ -32,6 +32,20 @@ const PARTICIPLES = {
   erase: "erased",
   fill: "filled",
   accept: "accepted",
+  open: "loaded from the server",
+};
+
+/** Noun for each kind of correction, as in "Undid the merge". @type {Record<EditKind, string>} */
+const NOUNS = {
+  merge: "merge",
+  split: "split",
+  delete: "deletion",
+  add: "outline",
+  paint: "stroke",
+  erase: "erasure",
+  fill: "fill",
+  accept: "acceptance",
+  open: "loading of the saved labels",
 };
 
 const SHORTCUTS = [
@@ -150,6 +164,7 @@ export class CorrectPanel {
         { class: "row" },
         capabilities.corrections && button("Save as annotated stack", actions.annotate, "primary"),
         button("OME-TIFF", () => actions.save("ome.tif"), "secondary"),
+        button("NIfTI", () => actions.save("nii.gz"), "secondary"),
         button("NumPy", () => actions.save("npy"), "secondary"),
         button("Table", () => actions.save("csv"), "secondary"),
         capabilities.training &&
@@ -192,7 +207,9 @@ export class CorrectPanel {
   showCounts(editor) {
     this.undoButton.disabled = editor.edits.length === 0;
     this.redoButton.disabled = editor.undoneEdits.length === 0;
-    const descriptions = [...editor.countByKind()].map(([kind, count]) => `${count} ${PARTICIPLES[kind]}`);
+    const descriptions = [...editor.countByKind()].map(([kind, count]) =>
+      kind === "open" ? "loaded from the server" : `${count} ${PARTICIPLES[kind]}`,
+    );
     const correctionsText = descriptions.length ? ` · ${descriptions.join(", ")}` : `, no ${this.noun}s`;
     this.summary.textContent = formatCount(editor.objects.size, "object") + correctionsText;
     this.bulkDelete.update();
@@ -201,7 +218,7 @@ export class CorrectPanel {
 
   /** Show which correction was undone or redone. @param {"undo" | "redo"} direction @param {EditKind} kind of the correction */
   showHistoryStep(direction, kind) {
-    this.showHint(`${direction === "undo" ? "Undone" : "Redone"}: ${PARTICIPLES[kind]}.`);
+    this.showHint(`${direction === "undo" ? "Undid" : "Redid"} the ${NOUNS[kind]}.`);
   }
 
   /** Show the annotated stacks created from the result. @param {string} stackList names of all stacks, "" if there are none @param {string} otherBrowserList names of the stacks from other browsers */

@@ -4,9 +4,10 @@ import { downloadBlob } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { Store } from "../core/store.js";
 import { createRegion, describeRegion, togglePlane } from "../volumes/annotated_region.js";
+import { removeHiddenObjects } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { LabelEditor } from "../volumes/label_edit.js";
-import { encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
+import { encodeNifti, encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
 import { formatTimePoint } from "../volumes/time_points.js";
 import { AnnotatedStacks } from "./annotated_stacks.js";
@@ -23,6 +24,8 @@ import { getKeyAction } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
 /** @typedef {import("../viewer/viewer.js").Viewer} Viewer */
+
+/** @typedef {Exclude<import("./correct_panel.js").FileKind, "csv">} LabelsKind */
 
 const NO_LABELS_MESSAGE = "There are no labels to edit.";
 const REFRESH_3D_DELAY_MILLISECONDS = 400;
@@ -121,7 +124,7 @@ export class CorrectView {
       const { mode, editsMatch } = await this.#openEditor(signal);
       if (signal.aborted) return undefined;
       this.#showTools(mode);
-      await this.#showRestoredCount(mode.editor.edits.length, editsMatch);
+      await this.#showRestoredCount(mode.editor.edits, editsMatch);
     } catch (error) {
       if (!signal.aborted) this.panel.showError(/** @type {Error} */ (error).message);
     }
@@ -135,12 +138,15 @@ export class CorrectView {
     return this.toolsAbort.signal;
   }
 
-  /** Report the number of restored corrections. @param {number} editCount number of corrections @param {boolean} editsMatch whether the corrections match the labels */
-  async #showRestoredCount(editCount, editsMatch) {
+  /** Report the number of restored corrections. @param {import("../volumes/label_edit.js").Edit[]} edits @param {boolean} editsMatch whether the corrections match the labels */
+  async #showRestoredCount(edits, editsMatch) {
+    const editCount = edits.filter(({ kind }) => kind !== "open").length;
     if (!editsMatch) {
       await correctionStore.saveCorrection(this.key, 0, null);
       this.panel.showHint("The saved changes do not match these labels and were discarded.");
-    } else if (editCount > 0)
+    } else if (edits.length > 0 && editCount === 0)
+      this.panel.showHint("The annotated stack was loaded from the server.");
+    else if (editCount > 0)
       this.panel.showHint(
         `${formatCount(editCount, `saved ${this.panel.noun}`)} ${editCount === 1 ? "was" : "were"} restored.`,
       );
@@ -404,22 +410,22 @@ export class CorrectView {
     return this.mode?.editor ?? null;
   }
 
-  /** Encode corrected labels. @param {"npy" | "ome.tif"} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob} */
+  /** Encode corrected labels. @param {LabelsKind} kind @param {Uint8Array | null} hiddenFlags for each id, 1 to leave out the object; null for all objects @returns {Blob | Promise<Blob>} */
   encodeLabels(kind, hiddenFlags) {
     if (this.editor === null) throw new Error(NO_LABELS_MESSAGE);
-    const { labels } = this.editor;
-    const shownLabels = hiddenFlags ? { ...labels, data: labels.data.map((id) => (hiddenFlags[id] ? 0 : id)) } : labels;
-    return kind === "npy" ? encodeNpy(shownLabels) : encodeTiff(shownLabels, this.#getVoxelSize());
+    const shownLabels = removeHiddenObjects(this.editor.labels, hiddenFlags);
+    if (kind === "npy") return encodeNpy(shownLabels);
+    return (kind === "nii.gz" ? encodeNifti : encodeTiff)(shownLabels, this.#getVoxelSize());
   }
 
   /** Save the corrected labels or their table as a file. @param {import("./correct_panel.js").FileKind} kind */
-  #saveFile(kind) {
+  async #saveFile(kind) {
     const { mode } = this;
     if (mode === null) return;
     const blob =
       kind === "csv"
         ? new Blob([encodeCsv(this.#measureObjects(mode))], { type: "text/csv" })
-        : this.encodeLabels(kind, null);
+        : await this.encodeLabels(kind, null);
     downloadBlob(blob, `${this.stem}_${this.source.isEmpty ? "labels" : "corrected"}.${kind}`);
   }
 }

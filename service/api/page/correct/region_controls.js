@@ -46,8 +46,8 @@ export class RegionControls {
       element(
         "div",
         { class: "part" },
-        ...this.rangeInputs.flatMap(({ text, low, high }) => [
-          element("span", { class: "muted" }, text),
+        ...this.rangeInputs.flatMap(({ text, low, high }, axis) => [
+          element("span", { class: "muted" }, `${text} (${"zyx"[axis]})`),
           low,
           "to",
           high,

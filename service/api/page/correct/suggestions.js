@@ -93,7 +93,9 @@ export class SuggestionControls {
     this.acceptButton.setAttribute("aria-pressed", String(tools.tool === "accept"));
     const openCount = suggestions.listOpenIds(tools.editor).length;
     this.acceptAllButton.hidden = openCount === 0;
-    this.text.textContent = `${formatCount(openCount, "suggested object")}, shown in gray.`;
+    this.text.textContent = openCount
+      ? `${formatCount(openCount, "suggested object")}, shown in gray.`
+      : "All suggested objects are accepted.";
   }
 
   async #suggest() {

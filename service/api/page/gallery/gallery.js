@@ -149,7 +149,7 @@ class Gallery {
   #summarize() {
     const getConfidence = (/** @type {ModelCard} */ { trial }) => trial.outcome?.confidence ?? -1;
     const best = this.cards.reduce((first, card) => (getConfidence(card) > getConfidence(first) ? card : first));
-    for (const card of this.cards) card.root.classList.toggle("best", card === best && getConfidence(best) >= 0);
+    for (const card of this.cards) card.setBest(card === best && getConfidence(best) >= 0);
     const failed = this.cards.filter(({ trial }) => trial.outcome === null).length;
     const failureText = failed ? ` ${formatCount(failed, "model")} cannot segment it.` : "";
     if (getConfidence(best) < 0) return `No model reports a confidence.${failureText}`;
@@ -171,6 +171,7 @@ class ModelCard {
     this.model = model;
     this.trial = new TrialView(model.name);
     const canSegment = gallery.session !== null && model.input;
+    this.useButton = button(`Segment the stack with ${model.name}`, () => gallery.useModel(model), "secondary");
     const marks = [isSelected && "selected", model.calibrated && "calibrated"].filter(Boolean).join(" · ");
     this.root = element(
       "li",
@@ -190,8 +191,14 @@ class ModelCard {
         this.trial.figure,
       ),
       this.trial.text,
-      canSegment && button(`Segment the stack with ${model.name}`, () => gallery.useModel(model), "secondary"),
+      canSegment && this.useButton,
       createFacts(model),
     );
+  }
+
+  /** @param {boolean} isBest whether the model has the highest confidence */
+  setBest(isBest) {
+    this.root.classList.toggle("best", isBest);
+    this.useButton.className = isBest ? "primary" : "secondary";
   }
 }

@@ -6,6 +6,9 @@ import { request } from "../core/requests.js";
 
 /** @typedef {import("openapi").ModelInfo} Model */
 
+/** Reference to the file with the description of a model, which users of the web UI do not have. */
+const README_REFERENCE = /; see README\.md(?=\.?$)/;
+
 /** Create the picture of a model, or a text that states why there is none. @param {Model} model @param {AbortSignal} signal */
 export function createPicture(model, signal) {
   const image = element("img", { alt: `Objects that ${model.name} finds in its sample`, hidden: true });
@@ -16,7 +19,7 @@ export function createPicture(model, signal) {
     "figure",
     { class: "gallery-picture" },
     element("div", { class: "gallery-image" }, image, placeholder),
-    element("figcaption", { class: "muted small" }, "Its sample"),
+    element("figcaption", { class: "muted small" }, "Sample of the model"),
   );
 }
 
@@ -39,7 +42,7 @@ export function createFacts(model) {
   const facts = [
     ["Expects", describeInput(model)],
     ["Finds", describeOutput(model)],
-    ["Trained on", model.training_data],
+    ["Trained on", model.training_data?.replace(README_REFERENCE, "")],
     ["Licence", model.licence],
     ["Authors", model.authors.join(", ")],
   ];

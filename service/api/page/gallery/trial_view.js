@@ -2,7 +2,7 @@
 
 import { element } from "../core/elements.js";
 import { formatCount, formatDuration } from "../core/format.js";
-import { formatLengths } from "../core/terminology.js";
+import { describeUsedDiameter } from "../core/terminology.js";
 import { estimateQuantiles, extractPlane, paintGray, paintLabels } from "../volumes/slices.js";
 
 /** @typedef {import("./trial.js").Outcome} Outcome */
@@ -76,7 +76,7 @@ export class TrialView {
       element(
         "p",
         { class: "muted small" },
-        [formatLengths(diameter), formatDuration(seconds)].filter(Boolean).join(" · "),
+        [describeUsedDiameter(diameter), formatDuration(seconds)].filter(Boolean).join(" · "),
       ),
     );
     if (warning) this.text.append(element("p", { class: "small gallery-warning" }, warning));

@@ -29,6 +29,11 @@ export function getSuggestion({ doubt }) {
   return separator < 0 ? null : { parameter: text.slice(0, separator), value: text.slice(separator + 1) };
 }
 
+/** @param {Suggestion} suggestion @returns {string} text of the button that follows it */
+export function describeSuggestion({ parameter, value }) {
+  return parameter === "model" ? `Try the model ${value}` : `Try ${describeSetting(parameter, value)}`;
+}
+
 /** Find the result for which the suggestion of another result was followed. @param {Job} job with the suggestion @param {Suggestion} suggestion @param {Job[]} results of the stack */
 export function findTriedResult(job, { parameter, value }, results) {
   return results.find((result) => {

@@ -1,22 +1,29 @@
 /** Comparison of two results for one stack, in synchronized views side by side. */
 
-import { element } from "../core/elements.js";
-import { formatCount } from "../core/format.js";
+import { byId, element } from "../core/elements.js";
+import { formatCount, formatPart } from "../core/format.js";
 import { buildQuery, requestJson } from "../core/requests.js";
 import { describeObjectCount, loadRecentJobs } from "../stack/recent_jobs.js";
 import { TimeSlider } from "../stack/time_slider.js";
-import { valueAt } from "../viewer/scene.js";
 import { Viewer } from "../viewer/viewer.js";
+import { measureCorrectedObjects } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { compareObjects } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
+import { createHiddenFlags, fetchTable, filterRows, findChannel, getIntensityColumn } from "../volumes/object_table.js";
 import { fetchPlane, fetchVolume, findScene, makePlaneParameters } from "../volumes/planes.js";
 import { formatTimePoint, getFirstTime } from "../volumes/time_points.js";
+import { formatConfidence } from "./advice.js";
+import { FilterPanel } from "./filter_panel.js";
+import { loadLimits, saveLimits } from "./stored_limits.js";
 
 /** @typedef {import("openapi").JobReport} Job */
+/** @typedef {import("../volumes/object_table.js").Table} Table */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 
+/** Delay after a change of the filters before the results are compared again. */
+const COMPARE_DELAY_MILLISECONDS = 150;
 const CLICK_HINT = "Click an object to select it in both results.";
 
 /** @param {import("../stack/recent_jobs.js").RecentJob} entry @returns {string} description that distinguishes the result from other results for the same stack */
@@ -33,7 +40,7 @@ export function listResults(stackId) {
 class ComparisonSide {
   /**
    * @param {string} title @param {Job} job @param {import("../stack/recent_jobs.js").RecentJob[]} results all results for the stack
-   * @param {(job: string) => void} onselect called with the id of the selected job @param {() => void} onchange called when corrections are shown or hidden
+   * @param {(job: string) => void} onselect called with the id of the selected job @param {() => void} onchange called when other objects are displayed
    */
   constructor(title, job, results, onselect, onchange) {
     this.job = job;
@@ -43,6 +50,14 @@ class ComparisonSide {
     this.originalLabels = null;
     /** Editor of the labels with the corrections from this browser, null if there are no corrections. @type {LabelEditor | null} */
     this.editor = null;
+    this.limits = loadLimits(job.id);
+    /** Table of the objects without corrections, null if the objects were not measured. @type {Table | null} */
+    this.originalTable = null;
+    /** Index of the segmented channel, -1 if unknown. */
+    this.channel = -1;
+    /** The displayed time point, used if each time point has its own labels. */
+    this.time = 0;
+    this.onchange = onchange;
     const isListed = results.some((entry) => entry.job === job.id);
     const select = element(
       "select",
@@ -53,6 +68,7 @@ class ComparisonSide {
       ),
     );
     const viewerRoot = element("div", {});
+    this.filters = element("details", { class: "compare-filters", hidden: true });
     this.hint = element("p", { class: "muted small", "aria-live": "polite" }, CLICK_HINT);
     this.countText = element("p", { class: "big" });
     this.correctedCheckbox = element("input", {
@@ -85,6 +101,7 @@ class ComparisonSide {
           element("a", { href: `#job=${job.id}`, class: "muted small", title: description }, "Open this result"),
         ),
         this.correctedOption,
+        this.filters,
         this.hint,
       ),
       viewerRoot,
@@ -93,12 +110,18 @@ class ComparisonSide {
     this.#showLabels();
   }
 
-  /** Show labels. @param {Volume | null} labels without corrections @param {import("../volumes/label_edit.js").Edit[]} edits stored corrections */
-  setLabels(labels, edits) {
+  /**
+   * Show labels.
+   * @param {Volume | null} labels without corrections @param {import("../volumes/label_edit.js").Edit[]} edits stored corrections
+   * @param {number} time displayed time point
+   */
+  setLabels(labels, edits, time) {
+    const { voxelSize } = this.viewer.scene.state;
     const canApply = labels?.step.every((step) => step === 1) && edits.length > 0;
-    const editor = labels && canApply ? new LabelEditor({ ...labels, data: labels.data.slice() }, [1, 1, 1]) : null;
+    const editor = labels && canApply ? new LabelEditor({ ...labels, data: labels.data.slice() }, voxelSize) : null;
     this.originalLabels = labels;
     this.editor = editor?.restore(edits) ? editor : null;
+    this.time = time;
     this.correctedOption.hidden = edits.length === 0;
     this.correctedCheckbox.hidden = this.editor === null;
     const correctionsText = formatCount(edits.length, "correction");
@@ -109,12 +132,47 @@ class ComparisonSide {
   }
 
   #showLabels() {
-    const { job, originalLabels, viewer } = this;
+    const { job, originalLabels, viewer, originalTable } = this;
     const editor = this.correctedCheckbox.checked ? this.editor : null;
     viewer.setLabels(editor?.labels ?? originalLabels);
+    // The filters of a time series apply to its table, which does not include corrections.
+    const correctedTable = editor && (job.time_points ? null : this.#measureCorrectedObjects(editor));
+    const table = editor ? correctedTable : originalTable;
+    this.filters.hidden = table === null || table.length === 0;
+    this.#showCount(editor && !job.time_points ? editor.objects.size : job.objects, null);
+    if (table === null || this.filters.hidden) return;
+    const panel = new FilterPanel(table, this.limits, getIntensityColumn(table, this.channel), null);
+    const applyLimits = () => {
+      const rows = filterRows(table, "label", false, this.limits);
+      viewer.scene.set({ hiddenFlags: createHiddenFlags(table, rows, this.time) });
+      panel.showCount(rows.length);
+      this.#showCount(table.length, rows.length);
+      return rows.length;
+    };
+    panel.addEventListener("change", () => {
+      saveLimits(job.id, this.limits, applyLimits());
+      this.onchange();
+    });
+    this.filters.replaceChildren(element("summary", { class: "small" }, "Filter the objects"), panel.root);
+    applyLimits();
+  }
+
+  /** @param {LabelEditor} editor */
+  #measureCorrectedObjects(editor) {
+    const { image, isCalibrated } = this.viewer.scene.state;
+    const [z, y, x] = editor.voxelSize;
+    const labels = { editor, voxelSize: isCalibrated ? { z, y, x } : null };
+    const hasImage = image !== null && image.data.length === editor.labels.data.length;
+    return measureCorrectedObjects(labels, hasImage ? image : null, this.originalTable, this.channel);
+  }
+
+  /** @param {number | null} total number of objects, null for classes @param {number | null} shown number of objects within the filters, null if the objects are not filtered */
+  #showCount(total, shown) {
+    const { job } = this;
     const timeText = job.time_points ? ` at ${formatCount(job.time_points.total, "time point")}` : "";
-    const objectCount = editor && !timeText ? editor.objects.size : job.objects;
-    this.countText.textContent = objectCount === null ? "Classes" : formatCount(objectCount, "object") + timeText;
+    const countText = total === null ? "Classes" : formatPart(shown ?? total, total, "object") + timeText;
+    const confidence = formatConfidence(job);
+    this.countText.textContent = confidence ? `${countText}, confidence ${confidence}` : countText;
   }
 
   /** @param {number} id of the selected object, 0 for the background */
@@ -132,14 +190,19 @@ export async function showComparison(root, ids, signal) {
   const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
   const stackId = String(jobs[0].parameters.stack ?? "");
   const results = listResults(stackId);
+  let compareTimer = 0;
   const sides = jobs.map((job, index) => {
     const select = (/** @type {string} */ id) => {
       location.hash = `compare=${index === 0 ? [id, ids[1]] : [ids[0], id]}`;
     };
     return new ComparisonSide(index === 0 ? "Left" : "Right", job, results, select, () => {
-      agreementText.textContent = compareSides(sides);
+      clearTimeout(compareTimer);
+      compareTimer = window.setTimeout(() => {
+        agreementText.textContent = compareSides(sides);
+      }, COMPARE_DELAY_MILLISECONDS);
     });
   });
+  byId("title").textContent = `Compare two results of ${jobs[0].name}`;
   const agreementText = element("p", { class: "muted", role: "status" }, "Reading the stack");
   const timeSlider = new TimeSlider();
   root.replaceChildren(
@@ -151,7 +214,11 @@ export async function showComparison(root, ids, signal) {
   /** @type {import("openapi").Inspection} */
   const { file } = await requestJson(`inspect?${query}`, { method: "POST", signal });
   const displayedScene = findScene(file.scenes, parameters.scene);
-  for (const side of sides) side.isOtherScene = findScene(file.scenes, side.job.parameters.scene) !== displayedScene;
+  for (const side of sides) {
+    side.isOtherScene = findScene(file.scenes, side.job.parameters.scene) !== displayedScene;
+    side.channel = findChannel(file.channels, side.job.parameters.channel);
+    side.originalTable = await fetchTable(side.job, signal);
+  }
   const ranges = jobs.map(getTimeRange);
   timeSlider.show(
     Math.min(...ranges.map(([first]) => first)),
@@ -206,7 +273,7 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
       const labels = labelsSource && (await fetchPlane(labelsSource, axis, position, planeSignal));
       return { image: plane, labels: labels?.plane ?? null, step };
     };
-    side.setLabels(null, []);
+    side.setLabels(null, [], time);
     viewer.open(image, file.voxel_size);
     // Keep the contrast when the time point changes.
     if (isFirstImage) viewer.adjustContrast();
@@ -223,7 +290,7 @@ async function loadTimePoint(sides, stackId, file, planeParameters, time, signal
       correctionStore.makeKey({ id: side.job.id, isSeries: Boolean(side.job.time_points) }, time),
     );
     signal.throwIfAborted();
-    side.setLabels(labels, edits);
+    side.setLabels(labels, edits, time);
   }
 }
 
@@ -242,8 +309,7 @@ function synchronizeSides(sides) {
     viewer.addEventListener("draw", () => otherSide.viewer.follow(viewer));
     viewer.addEventListener("pick", () => {
       otherSide.viewer.follow(viewer);
-      const { labels, position } = otherSide.viewer.scene.state;
-      otherSide.viewer.select(labels === null ? 0 : valueAt(labels, position));
+      otherSide.viewer.select(otherSide.viewer.getVisibleObject(otherSide.viewer.scene.state.position));
       for (const side of sides) side.showSelection(side.viewer.scene.state.selectedId);
     });
   }
@@ -256,7 +322,8 @@ function compareSides([left, right]) {
   if (!leftLabels || !rightLabels) return "";
   if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";
   if (left.job.objects === null || right.job.objects === null) return "";
-  const { commonCount, objectCounts, colorIndices } = compareObjects(leftLabels, rightLabels);
+  const hiddenFlags = [left, right].map(({ viewer }) => viewer.scene.state.hiddenFlags);
+  const { commonCount, objectCounts, colorIndices } = compareObjects(leftLabels, rightLabels, hiddenFlags);
   [left, right].forEach(({ viewer }, index) => {
     viewer.scene.set({ colorIndices: colorIndices[index] });
   });

@@ -11,7 +11,7 @@ import { buildQuery, request } from "../core/requests.js";
  * @typedef {object} ExportContent
  * @property {string} description of the displayed objects
  * @property {string} filterQuery query string that selects the displayed objects
- * @property {{labels: (kind: "npy" | "ome.tif") => Blob, table: () => Blob} | null} corrected functions that encode the displayed objects if they are corrected, otherwise null
+ * @property {{labels: (kind: import("../correct/correct_view.js").LabelsKind) => Blob | Promise<Blob>, table: () => Blob} | null} corrected functions that encode the displayed objects if they are corrected, otherwise null
  */
 
 /**
@@ -48,11 +48,16 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
   /** @param {ExportContent} content */
   const show = ({ description, filterQuery, corrected }) => {
     contentText.textContent = description;
+    statusText.textContent = "";
+    scriptsText.textContent = corrected
+      ? "The scripts segment the stack again, without your corrections."
+      : "The scripts segment the stack again, with the same settings.";
     const hasTable = job.objects !== null && job.parameters.measurements === "zip";
     const buttons = corrected
       ? [
           createButton("Labels (OME-TIFF)", "_corrected.ome.tif", () => corrected.labels("ome.tif")),
           createButton("Table (CSV)", "_corrected.csv", corrected.table),
+          createButton("Labels (NIfTI)", "_corrected.nii.gz", () => corrected.labels("nii.gz")),
           createButton("Labels (NumPy)", "_corrected.npy", () => corrected.labels("npy")),
         ]
       : [
@@ -73,6 +78,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
     );
   };
   const scripts = element("div", { class: "scripts" });
+  const scriptsText = element("p", { class: "muted small" });
   const root = element(
     "div",
     { class: "export" },
@@ -88,6 +94,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
           : `The service stores this result until ${formatDate(job.expires)}, or until its space is needed.`,
       ),
     element("h3", {}, "Repeat with a script"),
+    scriptsText,
     scripts,
   );
   return { root, show };
@@ -106,7 +113,7 @@ function createSnippet(language, text) {
   );
   return element(
     "details",
-    { class: "snippet", open: language === "curl" },
+    { class: "snippet" },
     element("summary", {}, language),
     element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copyButton),
   );

@@ -45,8 +45,8 @@ export class FilterPanel extends EventTarget {
         element(
           "p",
           { class: "muted small filters" },
-          "Uncertain and tiny objects: ",
-          button("segment again with them", segmentWithoutFilters, "link"),
+          "The model leaves out uncertain and tiny objects. ",
+          button("Segment again with them", segmentWithoutFilters, "link"),
         ),
     );
     this.show();

@@ -2,13 +2,10 @@
 
 import { button, downloadBlob, element, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
+import { loadCorrectedLabels } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { LabelEditor } from "../volumes/label_edit.js";
-import { encodeNpy, encodeTiff } from "../volumes/label_files.js";
-import { countVoxels } from "../volumes/planes.js";
+import { encodeNifti, encodeNpy, encodeTiff } from "../volumes/label_files.js";
 import { formatTimePoint } from "../volumes/time_points.js";
-
-const ARRAY_TYPES = { 1: Uint8Array, 2: Uint16Array, 4: Uint32Array };
 
 /**
  * Offer to export the edited labels as files.
@@ -56,13 +53,13 @@ function createExportRow(key, correctionCount, stem, problemText) {
   const timeIndex = key.split("@")[1];
   const time = timeIndex === undefined ? undefined : formatTimePoint(Number(timeIndex));
   const fileStem = `${stem}${time === undefined ? "" : `_t${time}`}_${key.startsWith("annotation:") ? "labels" : "corrected"}`;
-  /** @param {string} text @param {string} suffix @param {(labels: Labels) => Blob} encode */
+  /** @param {string} text @param {string} suffix @param {(labels: import("../volumes/corrected_labels.js").CorrectedLabels) => Blob | Promise<Blob>} encode */
   const createExportButton = (text, suffix, encode) =>
     button(
       text,
       async () => {
         const labels = await loadCorrectedLabels(key);
-        if (labels) downloadBlob(encode(labels), fileStem + suffix);
+        if (labels) downloadBlob(await encode(labels), fileStem + suffix);
         else problemText.textContent = "The original labels of these corrections are not saved in this browser.";
       },
       "secondary",
@@ -75,38 +72,8 @@ function createExportRow(key, correctionCount, stem, problemText) {
       {},
       `${time === undefined ? "" : `Time point ${time}: `}${formatCount(correctionCount, "correction")}`,
     ),
-    createExportButton("OME-TIFF", ".ome.tif", ({ volume, voxelSize }) => encodeTiff(volume, voxelSize)),
-    createExportButton("NumPy", ".npy", ({ volume }) => encodeNpy(volume)),
+    createExportButton("OME-TIFF", ".ome.tif", ({ editor, voxelSize }) => encodeTiff(editor.labels, voxelSize)),
+    createExportButton("NIfTI", ".nii.gz", ({ editor, voxelSize }) => encodeNifti(editor.labels, voxelSize)),
+    createExportButton("NumPy", ".npy", ({ editor }) => encodeNpy(editor.labels)),
   );
-}
-
-/** @typedef {import("../volumes/planes.js").Volume} Volume */
-/** @typedef {{volume: Volume, voxelSize: import("openapi").VoxelSize | null}} Labels */
-
-/** Load the original labels, and apply their corrections. @param {string} key @returns {Promise<Labels | null>} null if the labels are not saved in this browser */
-async function loadCorrectedLabels(key) {
-  const [originalLabels, edits] = await Promise.all([
-    correctionStore.loadOriginalLabels(key),
-    correctionStore.loadCorrections(key),
-  ]);
-  if (originalLabels === undefined) {
-    // An annotation started from nothing, so that only the shape of the labels is saved.
-    const description = (await correctionStore.loadDescriptions()).find(
-      ([descriptionKey]) => descriptionKey === key,
-    )?.[1];
-    return description ? applyEdits(new Uint16Array(countVoxels(description.shape)), description, edits) : null;
-  }
-  const { zipped, bytes, shape } = originalLabels;
-  const buffer = await new Response(zipped.stream().pipeThrough(new DecompressionStream("gzip"))).arrayBuffer();
-  const data = new ARRAY_TYPES[/** @type {keyof typeof ARRAY_TYPES} */ (bytes)](buffer, 0, countVoxels(shape));
-  return applyEdits(data, originalLabels, edits);
-}
-
-/**
- * @param {Volume["data"]} data labels before any edit, changed in place @param {{shape: import("../volumes/planes.js").Triple, voxelSize: Labels["voxelSize"]}} properties
- * @param {import("../volumes/label_edit.js").Edit[]} edits @returns {Labels | null} null if the edits do not match the labels
- */
-function applyEdits(data, { shape, voxelSize }, edits) {
-  const editor = new LabelEditor({ data, shape, step: [1, 1, 1], fullShape: shape }, [1, 1, 1]);
-  return editor.restore(edits) ? { volume: editor.labels, voxelSize } : null;
 }

@@ -6,6 +6,7 @@ import { describeSetting, toPageTerms } from "../core/terminology.js";
 import {
   countComparableResults,
   describeSettings,
+  describeSuggestion,
   findBetterResult,
   findTriedResult,
   formatConfidence,
@@ -90,9 +91,7 @@ function createWarning(job, warning, results, segmentWith) {
     element("p", {}, warning),
     suggestion &&
       segmentWith &&
-      button(`Try ${describeSetting(suggestion.parameter, suggestion.value)}`, () =>
-        segmentWith({ [suggestion.parameter]: suggestion.value }),
-      ),
+      button(describeSuggestion(suggestion), () => segmentWith({ [suggestion.parameter]: suggestion.value })),
   );
 }
 

@@ -2,7 +2,13 @@
 
 import { element, redraw } from "../core/elements.js";
 import { computeMedian, formatCount, formatNumber, formatPart } from "../core/format.js";
-import { filterRows, getColumn, getConfidenceColumn, getIntensityColumn } from "../volumes/object_table.js";
+import {
+  createHiddenFlags,
+  filterRows,
+  getColumn,
+  getConfidenceColumn,
+  getIntensityColumn,
+} from "../volumes/object_table.js";
 import { getCssColor } from "../volumes/slices.js";
 import { formatTimePoint } from "../volumes/time_points.js";
 import { FilterPanel } from "./filter_panel.js";
@@ -110,10 +116,7 @@ export class ObjectsView extends EventTarget {
 
   /** An array with a 1 at the id of each object that the filters hide at the displayed time point; null if no object is hidden. */
   get hiddenFlags() {
-    if (this.rows.length === this.table.length) return null;
-    const flags = new Uint8Array(this.labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
-    for (const row of this.rows) if (this.times[row] === this.time) flags[this.labels[row]] = 0;
-    return flags;
+    return createHiddenFlags(this.table, this.rows, this.time);
   }
 
   /** Return the center of an object's bounding box. The center is in voxels, because the user can change the voxel size. @param {number} label */
@@ -294,6 +297,6 @@ function getColumnTitle(name, table, channelNames) {
   if (name === "equivalent_diameter_area") return `Diam. ${unit}`;
   if (name === "intensity_mean") return "Mean";
   const channel = name.split("intensity_mean-")[1];
-  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || channel}`;
+  if (channel !== undefined) return `Mean ${channelNames[Number(channel)] || Number(channel) + 1}`;
   return COLUMN_TITLES[name] ?? name;
 }

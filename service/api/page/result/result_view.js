@@ -2,7 +2,7 @@
 
 import { element, redraw } from "../core/elements.js";
 import { formatCount, formatNumber, formatPart } from "../core/format.js";
-import { formatLengths } from "../core/terminology.js";
+import { describeUsedDiameter } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { ResultLabels } from "../correct/label_sources.js";
 import { rememberJob } from "../stack/recent_jobs.js";
@@ -170,7 +170,8 @@ function describeExport(job, tables, correctView, editCount) {
   const corrected = tables.showsCorrections &&
     view &&
     correctView && {
-      labels: (/** @type {"npy" | "ome.tif"} */ kind) => correctView.encodeLabels(kind, view.hiddenFlags),
+      labels: (/** @type {import("../correct/correct_view.js").LabelsKind} */ kind) =>
+        correctView.encodeLabels(kind, view.hiddenFlags),
       table: () => new Blob([encodeCsv(view.table, view.rows.toSorted())], { type: "text/csv" }),
     };
   return {
@@ -291,7 +292,7 @@ function createJobDescription(job) {
   const seconds = Object.values(job.seconds).reduce((sum, stageSeconds) => sum + stageSeconds, 0);
   const parts = [
     job.model,
-    job.diameter && formatLengths(job.diameter).replace("; ", ", "),
+    describeUsedDiameter(job.diameter),
     typeof job.confidence === "number" &&
       element(
         "abbr",

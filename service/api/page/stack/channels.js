@@ -33,7 +33,7 @@ export function getChannelColor(file, channel) {
 
 /** @param {Description} file @param {number} channel */
 export function getChannelName(file, channel) {
-  return file.channels[channel] || `Channel ${channel}`;
+  return file.channels[channel] || `Channel ${channel + 1}`;
 }
 
 /** Create a dot in the color of a channel. @param {Description} file @param {number} channel */

@@ -45,8 +45,14 @@ export function createUnreadableStackExplanation(problem) {
   const text =
     problem.slug === "ambiguous-axes"
       ? "The file does not specify its axes. Select them on the left, then check the slices."
-      : problem.message;
-  return element("div", { class: "run" }, element("h2", {}, title), element("p", { class: "muted" }, text));
+      : toPageTerms(problem.message);
+  return element(
+    "div",
+    { class: "run" },
+    element("h2", {}, title),
+    element("p", { class: "muted" }, text),
+    problem.slug !== "ambiguous-axes" && element("a", { href: "#" }, "Open another file"),
+  );
 }
 
 /** Create a list of what to check before segmenting a stack, with the shortcuts of the views. */

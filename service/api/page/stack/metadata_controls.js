@@ -173,7 +173,7 @@ export class MetadataControls {
               link: "",
             }),
         },
-        element("option", { value: "" }, selectedAxes ? "as in the file" : `${file.axes}, as in the file`),
+        element("option", { value: "" }, selectedAxes ? "automatic" : `${file.axes}, automatic`),
         ...options.map((axes) => {
           const text = [axes, describeAxes(axes, file.stored_shape)].filter(Boolean).join(": ");
           return element("option", { value: axes, selected: axes === selectedAxes }, text);
@@ -225,7 +225,7 @@ export class MetadataControls {
       { id: "channel", onchange: () => this.changeParameters({ channel: select.value }) },
       (inputChannels > 1 || !channel) && element("option", { value: "", selected: !channel }, placeholder),
       ...file.channels.map((name, index) => {
-        const text = name ? `${index}: ${name}` : getChannelName(file, index);
+        const text = name ? `${index + 1}: ${name}` : getChannelName(file, index);
         return element("option", { value: String(index), selected: channel === String(index) }, text);
       }),
     );

@@ -3,7 +3,7 @@
 import { waitForConnection } from "../core/connection.js";
 import { byId, element } from "../core/elements.js";
 import { isAbort } from "../core/notices.js";
-import { buildQuery, Problem, request, requestJson } from "../core/requests.js";
+import { buildQuery, Problem, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { EmptyLabels } from "../correct/label_sources.js";
@@ -14,7 +14,7 @@ import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.
 import { drawThumbnail } from "../result/screenshots.js";
 import { listChangedSettings, StaleNotice } from "../result/stale_notice.js";
 import { Viewer } from "../viewer/viewer.js";
-import { parseTable } from "../volumes/object_table.js";
+import { fetchTable, findChannel } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
@@ -489,8 +489,9 @@ export class Session {
     const { viewer, name, stackId } = this;
     const { signal } = this.jobAbort;
     viewer.fetchStatus.textContent = "Loading the labels";
+    this.settings.proposeDiameter(job.diameter ?? "");
     const [table, results] = await Promise.all([
-      job.parameters.measurements === "zip" ? fetchTable(job, signal) : null,
+      fetchTable(job, signal),
       stackId ? fetchResults(stackId, signal) : [],
       stackId ? this.firstInspection.promise : undefined,
     ]);
@@ -527,17 +528,4 @@ export class Session {
 /** @param {Record<string, unknown>} parameters of a request @returns {string} the selected scene, "" for none */
 function getScene({ scene }) {
   return String(scene ?? "");
-}
-
-/** @param {string[]} names of the channels @param {unknown} channel parameter of a request: index or name @returns {number} index of the channel, -1 if the parameter does not select one */
-function findChannel(names, channel) {
-  const text = String(channel ?? "");
-  return /^\d+$/.test(text) ? Number(text) : names.indexOf(text || " ");
-}
-
-/** @param {Job} job @param {AbortSignal} signal @returns {Promise<import("../volumes/object_table.js").Table | null>} null if the result has no objects */
-async function fetchTable(job, signal) {
-  const response = await request(`jobs/${job.id}/result`, { headers: { Accept: "text/csv" }, signal });
-  const text = await response.text();
-  return text ? parseTable(text) : null;
 }

@@ -1,7 +1,7 @@
 /** Panel with the metadata of a stack, the settings of the segmentation, and the button that starts the segmentation. */
 
 import { button, element, field } from "../core/elements.js";
-import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
+import { formatBytes, formatDuration, formatNumber } from "../core/format.js";
 import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
@@ -15,7 +15,7 @@ import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 /** Rarely needed parameters. Parameters that the service does not support are hidden. @type {AdvancedOption[]} */
 const ADVANCED_OPTIONS = [
   { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
-  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "voxels, or a volume such as 12.5um3" },
+  { name: "minimum_size", title: SETTING_TITLES.minimum_size, placeholder: "500 voxels, or 12.5um3" },
   { name: "min_confidence", title: SETTING_TITLES.min_confidence, placeholder: "model default, or 0 to 1" },
   {
     name: "border",
@@ -125,7 +125,7 @@ export class SettingsView extends EventTarget {
       { "aria-label": "How the object diameter is determined", onchange: () => this.#applyDiameter() },
       element("option", { value: "" }, "model default"),
       element("option", { value: "auto" }, "estimated from the stack"),
-      element("option", { value: "px" }, "custom, in voxels"),
+      element("option", { value: "px" }, "custom"),
       element("option", { value: "none" }, "original resolution"),
     );
     this.diameterInput = element("input", {
@@ -135,14 +135,18 @@ export class SettingsView extends EventTarget {
       value: "15",
       "aria-label": "Object diameter in voxels",
       hidden: true,
-      onchange: () => this.#applyDiameter(),
+      oninput: () => Number(this.diameterInput?.value) > 0 && this.#applyDiameter(),
     });
+    this.diameterUnit = element("span", { class: "muted", hidden: true }, "voxels");
     return element(
       "div",
       {},
       field("Model", this.modelSelect, this.modelSummary),
       this.galleryButton,
-      field("Object diameter", element("div", { class: "row tight" }, this.diameterSelect, this.diameterInput)),
+      field(
+        "Object diameter",
+        element("div", { class: "row tight" }, this.diameterSelect, this.diameterInput, this.diameterUnit),
+      ),
       element(
         "details",
         {},
@@ -166,13 +170,26 @@ export class SettingsView extends EventTarget {
 
   #applyDiameter() {
     const kind = this.diameterSelect?.value ?? "";
-    if (this.diameterInput) this.diameterInput.hidden = kind !== "px";
+    this.#showDiameterInput(kind === "px");
     this.#changeParameters({ diameter: kind === "px" ? `${this.diameterInput?.value}px` : kind });
+  }
+
+  /** @param {boolean} isCustom whether the user types the diameter */
+  #showDiameterInput(isCustom) {
+    if (this.diameterInput) this.diameterInput.hidden = !isCustom;
+    if (this.diameterUnit) this.diameterUnit.hidden = !isCustom;
   }
 
   /** The custom diameter in voxels, or null if the user has not set one. */
   get customDiameter() {
     return this.diameterSelect?.value === "px" ? Number(this.diameterInput?.value) || null : null;
+  }
+
+  /** Propose the diameter of a result as the custom diameter. @param {string} diameter as the service reports it, such as `4px` or `14,22,22px; estimated` */
+  proposeDiameter(diameter) {
+    const lengths = /^([\d.,]+)px/.exec(diameter)?.[1].split(",");
+    if (lengths && this.diameterInput && this.customDiameter === null)
+      this.diameterInput.value = String(Math.max(1, Math.round(2 * Number(lengths[lengths.length - 1])) / 2));
   }
 
   /** Set a custom diameter, such as the diameter that the user dragged in the view. @param {number} voxels */
@@ -193,7 +210,7 @@ export class SettingsView extends EventTarget {
     if (!this.diameterSelect || !this.diameterInput) return;
     this.diameterSelect.value = customMatch ? "px" : diameter;
     if (this.diameterSelect.selectedIndex < 0) this.diameterSelect.append(new Option(diameter, diameter, true, true));
-    this.diameterInput.hidden = !customMatch;
+    this.#showDiameterInput(customMatch !== null);
     if (customMatch) this.diameterInput.value = customMatch[1];
   }
 
@@ -275,5 +292,5 @@ function createChip(name, value, hint = "", isUncertain = false) {
 /** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds estimated time until the labels are ready, null if unknown */
 function describeEstimate(estimate, seconds) {
   const durationText = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}, `;
-  return `${durationText}${formatCount(estimate.windows, "window")}, ${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
+  return `${durationText}${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
 }

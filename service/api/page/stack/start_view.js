@@ -16,7 +16,8 @@ import {
 /**
  * Draw the start screen.
  * @param {HTMLElement} root
- * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, openServerFolder: (() => void) | null}} actions openServerFolder: null if there are no folders on the server that the user may use
+ * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, redraw: () => void, openServerFolder: (() => void) | null}} actions redraw: draws the start screen and its lists again; openServerFolder: null if there are no folders on the server that the user may use
+ * @returns {Record<"batches" | "drafts" | "training" | "projects", HTMLElement>} places for lists, in a fixed order
  */
 export function drawStartView(root, actions) {
   const fileInput = element("input", {
@@ -63,12 +64,17 @@ export function drawStartView(root, actions) {
   );
   acceptDrops(dropArea, actions.openFiles);
   const jobs = loadRecentJobs();
+  const createSlot = () => element("div", { class: "slot" });
+  const slots = { batches: createSlot(), drafts: createSlot(), training: createSlot(), projects: createSlot() };
   root.replaceChildren(
     dropArea,
-    ...(jobs.length
-      ? [createRecentJobsSection(jobs, actions.openJob, () => drawStartView(root, actions))]
-      : [createSteps()]),
+    slots.batches,
+    jobs.length > 0 ? createRecentJobsSection(jobs, actions.openJob, actions.redraw) : createSteps(),
+    slots.drafts,
+    slots.training,
+    slots.projects,
   );
+  return slots;
 }
 
 /** Create the list of steps that is shown if there are no recent jobs. */

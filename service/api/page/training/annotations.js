@@ -19,13 +19,14 @@ export async function fetchAnnotations() {
 /**
  * Open a dialog that saves labels together with their stack. The dialog asks for a name, and shows the region in which every
  * object is labeled.
- * @param {{editor: LabelEditor, region: Region, query: Record<string, unknown>, name: string}} annotation query: parameters that select the stack; name: initial name
+ * @param {{editor: LabelEditor, region: Region, query: Record<string, unknown>, name: string, earlier: Annotation | null}} annotation query: parameters that select the stack; name: initial name; earlier: newest annotated stack that was saved from the same labels
  * @returns {Promise<Annotation | null>} null if the user canceled
  */
-export function openSaveAnnotationDialog({ editor, region, query, name }) {
+export function openSaveAnnotationDialog({ editor, region, query, name, earlier }) {
   const nameInput = element("input", { type: "text", value: name, required: true, maxLength: 100 });
   const { problem, warning } = checkAnnotation(editor, region);
   const problemText = element("p", { class: "warning-text", role: "alert" });
+  const replaceCheckbox = element("input", { type: "checkbox" });
   return new Promise((resolve) => {
     /** @type {Annotation | null} */
     let savedAnnotation = null;
@@ -44,6 +45,7 @@ export function openSaveAnnotationDialog({ editor, region, query, name }) {
             const parameters = buildQuery({ ...query, ...annotation.query, name: nameInput.value });
             const headers = { "Content-Type": "application/x-npy", "Content-Encoding": "gzip" };
             savedAnnotation = await requestJson(`annotations?${parameters}`, { method: "POST", body, headers });
+            if (earlier && replaceCheckbox.checked) await request(`annotations/${earlier.id}`, { method: "DELETE" });
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
@@ -59,14 +61,23 @@ export function openSaveAnnotationDialog({ editor, region, query, name }) {
         "The stack and its labels will be saved on the server, and you can train models with them.",
       ),
       field("Name", nameInput),
-      element(
-        "p",
-        {},
-        region.kind === "objects"
-          ? "Only some objects are labeled."
-          : `Every object is labeled in ${describeRegion(region)}.`,
-      ),
+      // Without planes or a box, the problem states what to do.
+      problem === "" &&
+        element(
+          "p",
+          {},
+          region.kind === "objects"
+            ? "Only some objects are labeled."
+            : `Every object is labeled in ${describeRegion(region)}.`,
+        ),
       element("p", { class: "muted small" }, REGION_EXPLANATIONS[region.kind]),
+      earlier &&
+        element(
+          "label",
+          { class: "inline-label" },
+          replaceCheckbox,
+          `Delete the earlier version, ${earlier.name} (${describeAnnotation(earlier)})`,
+        ),
       warning && element("p", { class: "warning-text" }, warning),
       problemText,
       element(
@@ -107,7 +118,7 @@ export async function createAnnotationsList(openTrainingDialog) {
       element(
         "div",
         { class: "row between" },
-        element("h2", { id: "annotated-title" }, "Annotated stacks"),
+        element("h2", { id: "annotated-title" }, "Annotated stacks on the server"),
         openTrainingDialog && button("Improve a model with these stacks", openTrainingDialog, "secondary"),
       ),
       element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, deleteAnnotation))),
@@ -141,8 +152,8 @@ function createAnnotationItem(annotation, deleteAnnotation) {
     "li",
     { class: "without-thumbnail" },
     element(
-      "span",
-      { class: "recent-text" },
+      "a",
+      { class: "recent-text", href: `#annotated=${annotation.id}`, title: "Continue the annotation" },
       element("strong", {}, annotation.name),
       element("span", { class: "muted" }, describeAnnotation(annotation)),
     ),

@@ -3,6 +3,7 @@
 import { button, element, redraw } from "../core/elements.js";
 import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, request, requestJson, requestWithoutPrompt } from "../core/requests.js";
+import { toPageTerms } from "../core/terminology.js";
 import { LineChart } from "./curves.js";
 
 /** @typedef {import("openapi").TrainingReport} TrainingRun */
@@ -125,6 +126,7 @@ class TrainingView {
     const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = trainingRun;
     const hasScores = scoreBefore !== null && scoreAfter !== null;
     const hasModel = state === "done" && model !== null;
+    const hasFailed = better === false || state === "failed";
     redraw(this.result, () => [
       hasScores &&
         element(
@@ -144,7 +146,10 @@ class TrainingView {
           { class: "muted small" },
           "F1 score on held-out data. Objects match if they overlap by more than 50% (intersection over union).",
         ),
-      message && element("p", { class: better === false || state === "failed" ? "warning-text" : "muted" }, message),
+      message && element("p", { class: hasFailed ? "warning-text" : "muted" }, toPageTerms(message)),
+      hasFailed &&
+        annotations.length > 0 &&
+        element("p", {}, element("a", { href: `#annotated=${annotations[0]}` }, "Continue the annotation")),
       hasModel &&
         annotations.length > 0 &&
         button(

@@ -135,13 +135,13 @@ export class Viewer extends EventTarget {
 
   /** Select the object at a voxel, and dispatch `pick`. @param {Triple} position */
   pick(position) {
-    const id = this.#getVisibleObject(position);
+    const id = this.getVisibleObject(position);
     this.scene.set({ position, selectedId: id });
     this.#emit("pick", id);
   }
 
   /** @param {Triple} position @returns {number} the id of the object at a voxel, 0 if there is none or if it is hidden */
-  #getVisibleObject(position) {
+  getVisibleObject(position) {
     const { labels, hiddenFlags } = this.scene.state;
     const id = labels === null ? 0 : valueAt(labels, position);
     return hiddenFlags?.[id] ? 0 : id;
@@ -220,7 +220,7 @@ export class Viewer extends EventTarget {
   #updateReadout() {
     const { image, position } = this.scene.state;
     if (image === null) return;
-    const label = this.#getVisibleObject(position);
+    const label = this.getVisibleObject(position);
     this.readout.value = `gray ${formatNumber(valueAt(image, position))}${label ? `   object ${label}` : ""}`;
   }
 
@@ -247,7 +247,7 @@ export class Viewer extends EventTarget {
     const { image, voxelSize } = this.scene.state;
     if (image === null) return;
     const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
-    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.45, z / (z + length)));
+    const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.6, z / (z + length)));
     const { style } = this.grid;
     style.gridTemplateColumns = `minmax(0, ${1 - getFraction(x)}fr) minmax(0, ${getFraction(x)}fr)`;
     style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;

@@ -110,6 +110,49 @@ function findBounds(objects, shape, { kind, box, planes }) {
   };
 }
 
+/**
+ * Derive the region from the properties of an annotated stack. The service does not store which planes are marked. They are the
+ * planes without unknown voxels.
+ * @param {Pick<import("openapi").AnnotationReport, "region" | "ignore_label" | "partial">} report @param {Pick<Volume, "data" | "shape">} labels as stored
+ * @returns {Region}
+ */
+export function decodeRegion({ region, ignore_label: ignoreLabel, partial }, { data, shape }) {
+  if (partial) return createRegion("objects");
+  const bounds = (region ?? shape.map((length) => `0:${length}`).join(",")).split(",").map((part) => part.split(":"));
+  const low = /** @type {Triple} */ (bounds.map(([first]) => Number(first)));
+  const high = /** @type {Triple} */ (bounds.map(([, stop]) => Number(stop)));
+  const boxRegion = /** @type {Region} */ ({ kind: "box", box: { low, high }, planes: [] });
+  if (ignoreLabel === null) return region === null ? createRegion("whole") : boxRegion;
+  if (!data.includes(ignoreLabel)) return boxRegion;
+  const planes = findKnownPlanes({ data, shape }, { low, high }, ignoreLabel);
+  // The extent along the normal of all marked planes follows from the planes and the objects. Only a box limits the other axes.
+  const box = createWholeBox(shape);
+  for (const axis of [0, 1, 2]) {
+    if (planes.every((plane) => plane.axis === axis)) continue;
+    box.low[axis] = low[axis];
+    box.high[axis] = high[axis];
+  }
+  const isWhole = box.low.every((index, axis) => index === 0 && box.high[axis] === shape[axis]);
+  return { kind: "planes", box: isWhole ? null : box, planes };
+}
+
+/** List the planes of a box that contain no unknown voxel. @param {Pick<Volume, "data" | "shape">} labels @param {Box} box @param {number} ignoreLabel label of unknown voxels @returns {MarkedPlane[]} */
+function findKnownPlanes({ data, shape }, { low, high }, ignoreLabel) {
+  const hasUnknown = shape.map((length) => new Uint8Array(length));
+  for (let z = low[0]; z < high[0]; z += 1)
+    for (let y = low[1]; y < high[1]; y += 1) {
+      const row = (z * shape[1] + y) * shape[2];
+      for (let x = low[2]; x < high[2]; x += 1)
+        if (data[row + x] === ignoreLabel) hasUnknown[0][z] = hasUnknown[1][y] = hasUnknown[2][x] = 1;
+    }
+  const axes = /** @type {Axis[]} */ ([0, 1, 2]);
+  return axes.flatMap((axis) =>
+    Array.from({ length: high[axis] - low[axis] }, (_, index) => ({ axis, at: low[axis] + index })).filter(
+      ({ at }) => !hasUnknown[axis][at],
+    ),
+  );
+}
+
 /** @typedef {{region: string, ignore_label: number | undefined, partial: boolean | undefined}} RegionQuery parameters of `POST /annotations` */
 
 /** Encode a region as parameters of `POST /annotations`. @param {LabelEditor} editor @param {Region} region @returns {RegionQuery} */

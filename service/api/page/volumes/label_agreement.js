@@ -12,9 +12,10 @@ import { getColorIndex } from "./slices.js";
  * - colorIndices: for each result, the color index of each id. An object and its counterpart in the other result have the
  *   same color if each of them overlaps more with the other than with any third object. All remaining objects are gray.
  * @param {Volume} first @param {Volume} second
+ * @param {(Uint8Array | null)[]} hiddenFlags for each result and id, 1 to treat the object as background; null to compare all objects of a result
  */
-export function compareObjects(first, second) {
-  const overlaps = countOverlaps(first.data, second.data);
+export function compareObjects(first, second, hiddenFlags = [null, null]) {
+  const overlaps = countOverlaps(first.data, second.data, hiddenFlags);
   /** @type {[Map<number, number>, Map<number, number>]} */
   const sizes = [new Map(), new Map()];
   for (const { id, partner, voxelCount } of overlaps) {
@@ -40,14 +41,15 @@ export function compareObjects(first, second) {
 
 /**
  * Count the voxels of each pair of ids at the same position. Id 0 is the background.
- * @param {Volume["data"]} first @param {Volume["data"]} second @returns {{id: number, partner: number, voxelCount: number}[]}
+ * @param {Volume["data"]} first @param {Volume["data"]} second @param {(Uint8Array | null)[]} hiddenFlags @returns {{id: number, partner: number, voxelCount: number}[]}
  */
-function countOverlaps(first, second) {
+function countOverlaps(first, second, [firstHidden, secondHidden]) {
   /** @type {Map<number, Map<number, {id: number, partner: number, voxelCount: number}>>} */
   const overlaps = new Map();
   for (let start = 0, stop = 0; start < first.length; start = stop) {
-    const [id, partner] = [first[start], second[start]];
-    while (stop < first.length && first[stop] === id && second[stop] === partner) stop += 1;
+    const [firstId, secondId] = [first[start], second[start]];
+    while (stop < first.length && first[stop] === firstId && second[stop] === secondId) stop += 1;
+    const [id, partner] = [firstHidden?.[firstId] ? 0 : firstId, secondHidden?.[secondId] ? 0 : secondId];
     const partners = overlaps.get(id) ?? new Map();
     overlaps.set(id, partners);
     const overlap = partners.get(partner);

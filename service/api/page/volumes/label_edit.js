@@ -7,7 +7,7 @@ import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("./slices.js").Axis} Axis */
 /** @typedef {import("./label_shapes.js").Point} Point */
-/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase" | "fill" | "accept"} EditKind */
+/** @typedef {"merge" | "split" | "delete" | "add" | "paint" | "erase" | "fill" | "accept" | "open"} EditKind */
 /** @typedef {{kind: "split", ids: number[], seeds: Triple[]}} SplitSketch ids: ids of the parts of an object; seeds: the clicked voxel of each part */
 /** @typedef {{kind: "add", id: number, axis: Axis, outlines: {at: number, points: Point[]}[]}} OutlineSketch id: id of the object; axis: normal to the planes of the outlines; at: index of the outline's plane along the axis (stored corrections contain this name) */
 
@@ -562,6 +562,17 @@ export class LabelEditor {
       return newId;
     });
     return { edit: this.commit("accept"), newIds };
+  }
+
+  /** Add stored labels to voxels of the background. @param {Volume["data"]} data with the same shape @param {number} ignoredId label of voxels that are left out, 0 for none @returns {Edit | null} null if the labels contain no objects */
+  addLabels(data, ignoredId) {
+    for (let index = 0; index < data.length; index += 1) {
+      const id = data[index];
+      if (id === 0 || id === ignoredId || this.labels.data[index] !== 0) continue;
+      this.#widenType(id);
+      this.#writeVoxel(index, id);
+    }
+    return this.commit("open");
   }
 
   /** Reserve an id for a new object, which the caller paints next. @returns {number} */

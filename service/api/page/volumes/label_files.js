@@ -1,4 +1,4 @@
-/** Functions that encode labels as NumPy files, encode labels and images as OME-TIFF files, and decode NumPy files. */
+/** Functions that encode labels as NumPy and NIfTI files, encode labels and images as OME-TIFF files, and decode NumPy files. */
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {import("openapi").VoxelSize} VoxelSize */
@@ -26,6 +26,39 @@ export function decodeNpy(file) {
   if (ArrayType === undefined) throw new Error(`The service sent labels of the type ${type}.`);
   // Copy the pixels, because a typed array must start at a multiple of its item size.
   return new ArrayType(file.slice(10 + headerBytes));
+}
+
+const NIFTI_HEADER_BYTES = 352;
+/** Types of pixels in NIfTI by the number of bytes. */
+const NIFTI_TYPES = { 1: 2, 2: 512, 4: 768 };
+const NIFTI_INTENT_LABEL = 1002;
+const NIFTI_UNIT_MICROMETER = 3;
+const NIFTI_SCANNER_COORDINATES = 1;
+
+/** Encode labels as a compressed NIfTI-1 file, in the same way as the service. @param {Volume} labels of unsigned integers @param {VoxelSize | null} voxelSize @returns {Promise<Blob>} */
+export function encodeNifti({ data, shape }, voxelSize) {
+  const [z, y, x] = shape;
+  const steps = voxelSize ? [voxelSize.x, voxelSize.y, voxelSize.z] : [1, 1, 1];
+  const bytesPerVoxel = /** @type {keyof typeof NIFTI_TYPES} */ (data.BYTES_PER_ELEMENT);
+  const header = new DataView(new ArrayBuffer(NIFTI_HEADER_BYTES));
+  const setShorts = (/** @type {number} */ offset, /** @type {number[]} */ values) =>
+    values.forEach((value, index) => {
+      header.setInt16(offset + 2 * index, value, true);
+    });
+  const setFloats = (/** @type {number} */ offset, /** @type {number[]} */ values) =>
+    values.forEach((value, index) => {
+      header.setFloat32(offset + 4 * index, value, true);
+    });
+  header.setInt32(0, 348, true);
+  setShorts(40, [3, x, y, z, 1, 1, 1, 1]);
+  setShorts(68, [NIFTI_INTENT_LABEL, NIFTI_TYPES[bytesPerVoxel], 8 * bytesPerVoxel]);
+  setFloats(76, [1, ...steps, 1, 1, 1, 1]);
+  setFloats(108, [NIFTI_HEADER_BYTES, 1]);
+  header.setUint8(123, voxelSize ? NIFTI_UNIT_MICROMETER : 0);
+  setShorts(252, [NIFTI_SCANNER_COORDINATES, NIFTI_SCANNER_COORDINATES]);
+  for (const [row, step] of steps.entries()) header.setFloat32(280 + 20 * row, step, true);
+  new Uint8Array(header.buffer).set(new TextEncoder().encode("n+1\0"), 344);
+  return gzip(new Blob([header.buffer, viewBytes(data)]));
 }
 
 /** Compress a blob. @param {Blob} blob @returns {Promise<Blob>} */

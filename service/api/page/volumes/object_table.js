@@ -1,6 +1,15 @@
 /** Table of objects with the columns that the service writes. Each column has one number per object. */
 
+import { request } from "../core/requests.js";
+
 /** @typedef {{columns: Map<string, Float64Array>, length: number, unit: string}} Table */
+
+/** Fetch the table of the objects of a result. @param {import("openapi").JobReport} job @param {AbortSignal} signal @returns {Promise<Table | null>} null if the objects were not measured, or if there are none */
+export async function fetchTable({ id, parameters }, signal) {
+  if (parameters.measurements !== "zip") return null;
+  const text = await (await request(`jobs/${id}/result`, { headers: { Accept: "text/csv" }, signal })).text();
+  return text ? parseTable(text) : null;
+}
 
 /** Parse a table. @param {string} text CSV with a header line @returns {Table} */
 export function parseTable(text) {
@@ -93,4 +102,24 @@ export function filterRows(table, sortColumn, isDescending, limits) {
   return Uint32Array.from(
     rows.sort((first, second) => sign * (sortValues[first] - sortValues[second]) || first - second),
   );
+}
+
+/**
+ * Return an array with a 1 at the id of each object that is not in one of the rows.
+ * @param {Table} table @param {Uint32Array} rows of the displayed objects @param {number} [time] displayed time point of a time series
+ * @returns {Uint8Array | null} null if no object is hidden
+ */
+export function createHiddenFlags(table, rows, time) {
+  if (rows.length === table.length) return null;
+  const labels = getColumn(table, "label");
+  const times = table.columns.get("time");
+  const flags = new Uint8Array(labels.reduce((max, label) => Math.max(max, label), 0) + 1).fill(1);
+  for (const row of rows) if (times === undefined || times[row] === time) flags[labels[row]] = 0;
+  return flags;
+}
+
+/** @param {string[]} names of the channels @param {unknown} channel parameter of a request: index or name @returns {number} index of the channel, -1 if the parameter does not select one */
+export function findChannel(names, channel) {
+  const text = String(channel ?? "");
+  return /^\d+$/.test(text) ? Number(text) : names.indexOf(text || " ");
 }
