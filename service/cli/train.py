@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " stack, such as cells in a tissue, or 'affinities' for boundaries with gaps, such as those in electron"
         " microscopy (default: the same as the model of --from, or 'instances')",
     )
-    defaults = Training().model_dump() | {"learning_rate": "0.001, or 0.003 if the outputs start from random weights"}
+    defaults = Training().model_dump() | {"learning_rate": "0.001, or 0.003 without a base model"}
     for option, value_type, description in TRAINING_OPTIONS:
         default = defaults[option.removeprefix("--").replace("-", "_")]
         parser.add_argument(

@@ -184,7 +184,7 @@ class Training(Section):
     """Defaults for the options of `stackseg train`.
 
     steps          number of weight updates
-    learning_rate  maximum learning rate; None: 0.001, or 0.003 if the outputs start from random weights
+    learning_rate  maximum learning rate; None: 0.001, or 0.003 without a base model
     weight_decay   weight decay of the optimizer
     minutes        time limit for training; None: no limit
     batch_size     number of crops per step

@@ -25,7 +25,7 @@ from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
 from service.training.targets.choice import choose_targets, copy_weights
 
-# Default learning rates for a base model with the same target, and for outputs with random weights.
+# Default learning rates with a base model, and from random weights.
 FINE_TUNING_RATE, RANDOM_WEIGHTS_RATE = 1e-3, 3e-3
 # Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
 # if nothing is known about the images on which the model will be used.
@@ -69,12 +69,10 @@ def prepare_training(
         network = _build_network(draft, base)
         _check_crop_size(network, edge)
         options = trainer_settings.training.model_dump()
-        if base is not None and get_target(base) == get_target(draft):
-            rate, options["fractions"] = FINE_TUNING_RATE, FINE_TUNING_FRACTIONS
-        else:
-            # Weights halfway between those for different targets would be meaningless.
-            rate = RANDOM_WEIGHTS_RATE
-        plan = TrainingPlan(**options | {"learning_rate": options["learning_rate"] or rate})
+        options["learning_rate"] = options["learning_rate"] or (FINE_TUNING_RATE if base else RANDOM_WEIGHTS_RATE)
+        # Weights halfway between those for different targets would be meaningless.
+        fractions = FINE_TUNING_FRACTIONS if base is not None and get_target(base) == get_target(draft) else ()
+        plan = TrainingPlan(**options, fractions=fractions)
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer

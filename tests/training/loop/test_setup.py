@@ -1,4 +1,4 @@
-"""The default learning rate depends on which weights of a network are already trained."""
+"""Tests of the creation of trainers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.training.stacks.parts import HeldOutParts, StackPart
     ("has_base", "target", "chosen", "expected"),
     [
         (True, None, None, 0.001),
-        (True, "boundaries", None, 0.003),
+        (True, "boundaries", None, 0.001),
         (False, None, None, 0.003),
         (False, "affinities", 0.02, 0.02),
     ],
