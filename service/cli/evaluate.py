@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from service.cli.options import add_annotated_stacks
+from service.cli.options import add_annotated_stacks, add_unknown_voxels
 from service.core.config import Settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg evaluate`."""
     add_annotated_stacks(parser, "Stacks to segment")
+    add_unknown_voxels(parser)
     parser.add_argument(
         "--model",
         help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",

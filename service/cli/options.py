@@ -60,6 +60,18 @@ def add_annotated_stacks(command: argparse.ArgumentParser, images_help: str) -> 
     )
 
 
+def add_unknown_voxels(command: argparse.ArgumentParser) -> None:
+    """Add `--ignore-label` and `--partial-planes`, which specify voxels that are not annotated."""
+    command.add_argument(
+        "--ignore-label", type=int, metavar="N", help="Label of voxels that are not annotated (default: none)"
+    )
+    command.add_argument(
+        "--partial-planes",
+        action="store_true",
+        help="Only some planes are annotated: all voxels of planes without labels are unknown",
+    )
+
+
 def load_settings(options: argparse.Namespace) -> Settings:
     """Load the settings that the options select. Raises ConfigError."""
     settings = read_settings(options.config)

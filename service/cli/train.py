@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from service.cli.options import add_annotated_stacks
+from service.cli.options import add_annotated_stacks, add_unknown_voxels
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.errors import StackSegError
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " stack, such as cells in a tissue, or 'affinities' for boundaries with gaps, such as those in electron"
         " microscopy (default: the same as the model of --from, or 'instances')",
     )
-    defaults = Training()
+    defaults = Training().model_dump() | {"learning_rate": "0.001, or 0.003 without a base model"}
     for option, value_type, description in TRAINING_OPTIONS:
-        default = getattr(defaults, option.removeprefix("--").replace("-", "_"))
+        default = defaults[option.removeprefix("--").replace("-", "_")]
         parser.add_argument(
             option, type=value_type, help=f"{description} (default: {'none' if default is None else default})"
         )
@@ -70,18 +70,11 @@ def _add_stack_options(parser: argparse.ArgumentParser) -> None:
         metavar="Z,Y,X",
         help="Voxel size in micrometers, for example 0.5,0.2,0.2 (default: the voxel size in the metadata)",
     )
-    parser.add_argument(
-        "--ignore-label", type=int, metavar="N", help="Label of voxels that are not annotated (default: none)"
-    )
+    add_unknown_voxels(parser)
     parser.add_argument(
         "--partial",
         action="store_true",
         help="Only some objects are annotated: voxels without a label are unknown, except in a rim around the objects",
-    )
-    parser.add_argument(
-        "--partial-planes",
-        action="store_true",
-        help="Only some planes are annotated: all voxels of planes without labels are unknown",
     )
     parser.add_argument(
         "--diameter",

@@ -56,21 +56,26 @@ class Scores(NamedTuple):
     adapted_rand_error: float
 
 
-def score(truth: Labels, labels: Labels) -> Scores:
+def score(truth: Labels, labels: Labels, unknown: NDArray[np.bool_] | None = None) -> Scores:
     """Compare two label volumes of the same shape. Background is 0. Labels of matching objects may differ.
 
     An object has at most one match with an intersection over union above 0.5 (Kirillov et al. 2019).
+
+    unknown  mask of voxels that are not annotated, and therefore not compared. Found objects with more unknown than
+             known voxels count only if they match an object
     """
-    table = tabulate_overlaps(truth, labels)
+    known = np.ones(truth.shape, np.bool_) if unknown is None else ~unknown
+    table = tabulate_overlaps(truth[known], labels[known])
     voi_split, voi_merge = compute_variation_of_information(table)
     pairs = table.select((table.true > 0) & (table.found > 0))
     true_sizes, found_sizes = table.true_sizes[pairs.true], table.found_sizes[pairs.found]
     iou = pairs.voxels / (true_sizes + found_sizes - pairs.voxels)
-    object_count = table.true_count + table.found_count
+    found_count = table.found_count - _count_undecided(labels, known, pairs.found[iou > 0.5])
+    object_count = table.true_count + found_count
     matches = iou[iou > 0.5]
     return Scores(
         true=table.true_count,
-        found=table.found_count,
+        found=found_count,
         f1=_compute_f1(len(matches), object_count),
         f1_strict=_compute_f1(int(np.count_nonzero(iou > 0.75)), object_count),
         iou=float(matches.mean()) if len(matches) else 0.0,
@@ -80,6 +85,20 @@ def score(truth: Labels, labels: Labels) -> Scores:
         voi_merge=voi_merge,
         adapted_rand_error=compute_adapted_rand_error(table),
     )
+
+
+def _count_undecided(labels: Labels, known: NDArray[np.bool_], matched: NDArray[np.int64]) -> int:
+    """Count the objects with more unknown than known voxels that are not among the matched ones.
+
+    matched  positions, from 1, of the matched objects among the objects with known voxels
+    """
+    values, known_sizes = np.unique(labels[known & (labels > 0)], return_counts=True)
+    unknown_labels = labels[~known]
+    unknown_labels = unknown_labels[np.isin(unknown_labels, values)]
+    unknown_sizes = np.bincount(np.searchsorted(values, unknown_labels), minlength=len(values))
+    is_undecided = unknown_sizes > known_sizes
+    is_undecided[matched - 1] = False
+    return int(np.count_nonzero(is_undecided))
 
 
 def _count_repeated(indices: NDArray[np.int64]) -> int:
@@ -137,7 +156,13 @@ class ScoreRow(NamedTuple):
     scores: Scores
 
 
-def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str | None) -> ScoreRow:
+def score_model(
+    runner: ModelRunner,
+    image: Volume,
+    truth: Labels,
+    diameter: str | None,
+    unknown: NDArray[np.bool_] | None = None,
+) -> ScoreRow:
     """Segment and score a stack. `diameter` is a setting for `resolve_diameter`, or None for the original resolution.
 
     Raises the errors of `resolve_diameter` and `segment`.
@@ -147,15 +172,14 @@ def score_model(runner: ModelRunner, image: Volume, truth: Labels, diameter: str
     diameter_text = (
         "original resolution" if result.diameter_text is None else result.diameter_text.replace("; stated", "")
     )
-    return ScoreRow(runner.spec.identifier, diameter_text, score(truth, result.segmentation.pixels))
+    return ScoreRow(runner.spec.identifier, diameter_text, score(truth, result.segmentation.pixels, unknown))
 
 
-def score_classical(image: Volume, truth: Labels) -> ScoreRow:
+def score_classical(image: Volume, truth: Labels, unknown: NDArray[np.bool_] | None = None) -> ScoreRow:
     """Score the classical method on the first channel, using the mean diameter of the true objects."""
     diameter = compute_mean_diameter(truth)
-    return ScoreRow(
-        "classical", str(Diameter((diameter,), "px")), score(truth, segment_classically(image.read_all()[0], diameter))
-    )
+    labels = segment_classically(image.read_all()[0], diameter)
+    return ScoreRow("classical", str(Diameter((diameter,), "px")), score(truth, labels, unknown))
 
 
 def format_row(stack: str, row: ScoreRow) -> str:

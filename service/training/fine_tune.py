@@ -24,7 +24,7 @@ from service.formats import stack_reader
 from service.models.loader import load_network
 from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Lineage, ModelSpec, TargetName, get_target
-from service.models.spec_parts import Instances
+from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import MAX_DECODED_BYTES
 from service.training.loop.calibration import calibrate
 from service.training.loop.plan import ObjectCounts
@@ -44,11 +44,11 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 MIN_TRAINING_TIME_FRACTION = 0.3
 MIN_STEPS = 4
 # Maximum number of steps if the time is limited.
-MAX_STEPS = 3000
+MAX_STEPS = 10_000
 # Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.
 # Each step sees about 40 objects. With more steps, a model learns the objects by heart, and other stacks suffer.
 STEPS_PER_OBJECT = 15
-MIN_STEP_LIMIT = 300
+MIN_STEP_LIMIT, MAX_STEP_LIMIT = 300, 3000
 # Number of validations during training if the time is limited.
 VALIDATION_COUNT = 12
 # Number of batches for the batch normalization statistics if the time is limited.
@@ -128,7 +128,11 @@ def fine_tune(stacks: Sequence[AnnotatedStack], task: FineTuningTask) -> FineTun
     draft = make_draft_spec(content)
     if isinstance(draft.decoding, Instances):
         check_background(stacks)
-    parts = hold_out_parts([resample_stack(stack, draft) for stack in stacks], task.settings.training.validation)
+    parts = hold_out_parts(
+        [resample_stack(stack, draft) for stack in stacks],
+        task.settings.training.validation,
+        has_large_objects=isinstance(draft.decoding, Boundaries),
+    )
     make_trainer = prepare_training(parts, task.settings, draft, task.base)
     task.output_folder.mkdir(parents=True, exist_ok=True)
     trainer, before = _make_scored_trainer(make_trainer, parts, draft, task, start_time)
@@ -212,7 +216,7 @@ def _limit_steps(parts: HeldOutParts, draft: ModelSpec, base: ModelSpec | None) 
     if base is None or get_target(base) != get_target(draft):
         return MAX_STEPS
     object_count = sum(part.object_count for part in parts.training)
-    return min(max(STEPS_PER_OBJECT * object_count, MIN_STEP_LIMIT), MAX_STEPS)
+    return min(max(STEPS_PER_OBJECT * object_count, MIN_STEP_LIMIT), MAX_STEP_LIMIT)
 
 
 def _choose_sample(stack: AnnotatedStack) -> SampleSource:

@@ -100,6 +100,24 @@ def test_evaluate_compares_model_and_classical_method(
     assert "There are no stacks" in run_stackseg("evaluate", *config, status=1)
 
 
+def test_evaluate_compares_only_annotated_voxels(
+    config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
+    labels = read(stack / "mask.tif").read_all()[0]
+    planes = np.zeros_like(labels)
+    planes[5:8] = labels[5:8]
+    ignored = np.where(planes.any((1, 2), keepdims=True), planes, 60_000).astype(np.uint16)
+    rows = []
+    for name, pixels, options in (("a", planes, ["--partial-planes"]), ("b", ignored, ["--ignore-label", 60_000])):
+        tiff_writer.write(Segmentation(pixels, "labels"), tmp_path / f"{name}.tif")
+        files = ("--images", stack / "image.tif", "--labels", tmp_path / f"{name}.tif")
+        rows.append(json.loads(run_stackseg("evaluate", *files, *options, "--no-floor", "--json", *config))[0])
+    assert rows[0] == rows[1]
+    assert rows[0]["true"] == len(np.unique(planes)) - 1
+    files = (stack, "--partial-planes", "--diameter", "extents")
+    assert "cannot be combined with --partial-planes" in run_stackseg("evaluate", *files, *config, status=1)
+
+
 def test_evaluate_uses_each_requested_diameter(
     write_model: Any,
     random_nuclei_content: dict[str, Any],

@@ -146,7 +146,10 @@ def test_training_is_stopped(live: LiveServer, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Improve a model with these stacks").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Name of the new model").fill("stopped")
-    dialog.get_by_role("button", name="Start").click()
+    dialog.get_by_label("What the new model learns").select_option("affinities")
+    with page.expect_request(lambda request: request.url.endswith("/trainings") and request.method == "POST") as sent:
+        dialog.get_by_role("button", name="Start").click()
+    assert sent.value.post_data_json["target"] == "affinities"
     page.get_by_role("button", name="Stop the training").click()
     expect(page.get_by_role("region", name="Training")).to_contain_text("The training was stopped")
     assert live.client.get("/models/stopped").status_code == 404

@@ -41,6 +41,19 @@ def test_scores_do_not_depend_on_label_numbers() -> None:
     assert score(truth, renumbered) == (3, 3, 1.0, 1.0, 1.0, 0, 0, 0.0, 0.0, 0.0)
 
 
+def test_unknown_voxels_are_not_compared() -> None:
+    truth, found = make_boxes((0, 10)), make_boxes((0, 10), (12, 15), (18, 26), (26, 40))
+    unknown = np.zeros(truth.shape, np.bool_)
+    unknown[:, :, 21:] = True
+    # One object is wrong, one is mostly unknown, and one is completely unknown.
+    assert score(truth, found, unknown)[:3] == (1, 2, 2 / 3)
+    assert score(truth, found)[:3] == (1, 4, 2 / 5)
+    # An object that matches counts, although most of its voxels are unknown.
+    unknown = np.ones(truth.shape, np.bool_)
+    unknown[1:2] = False
+    assert score(truth * ~unknown, make_boxes((0, 10)), unknown)[:7] == (1, 1, 1.0, 1.0, 1.0, 0, 0)
+
+
 def test_classical_method_separates_bright_spheres() -> None:
     z, y, x = np.ogrid[:30, :40, :60]
     truth = np.zeros((30, 40, 60), np.uint8)

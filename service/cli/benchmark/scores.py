@@ -21,6 +21,7 @@ from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
 from service.training.evaluate import HEADER, ScoreRow, format_row, get_stack_name, score_classical, score_model
+from service.training.stacks.annotated_stack import LabelOptions, separate_unknown_voxels
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
@@ -40,17 +41,25 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
 def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, ScoreRow]]:
     """Yield the scores of each method on each stack."""
     pairs = list_pairs(options)
+    if options.partial_planes and {"mean", "extents"} & set(options.diameter):
+        raise BadParameter(
+            "--diameter mean and extents measure whole objects, so they cannot be combined with --partial-planes."
+            " Specify the diameter along z, y and x, such as 7,15,15px."
+        )
+    label_options = LabelOptions(ignored=options.ignore_label, has_partial_planes=options.partial_planes)
     runner = ModelRunner(choose_model(options.model, settings), settings)
     if not runner.spec.has_objects:
         raise BadParameter(f"{runner.spec.name} segments classes, not objects. Choose a model that separates objects.")
     runner.warm_up()
     for path, truth_path in pairs:
-        volume, truth = _read_pair(path, truth_path, options.channel, settings)
+        volume, labels = _read_pair(path, truth_path, options.channel, settings)
+        truth, unknown = separate_unknown_voxels(labels, label_options)
         score_functions: list[Callable[[], ScoreRow]] = [
-            partial(score_model, runner, volume, truth, diameter) for diameter in options.diameter or [None]
+            partial(score_model, runner, volume, truth, diameter, unknown) for diameter in options.diameter or [None]
         ]
-        if not options.no_floor:
-            score_functions.append(partial(score_classical, volume, truth))
+        # The classical method gets a diameter that is measured on whole objects.
+        if not (options.no_floor or options.partial_planes):
+            score_functions.append(partial(score_classical, volume, truth, unknown))
         yield from ((get_stack_name(path), score()) for score in score_functions)
 
 

@@ -184,7 +184,7 @@ class Training(Section):
     """Defaults for the options of `stackseg train`.
 
     steps          number of weight updates
-    learning_rate  maximum learning rate
+    learning_rate  maximum learning rate; None: 0.001, or 0.003 without a base model
     weight_decay   weight decay of the optimizer
     minutes        time limit for training; None: no limit
     batch_size     number of crops per step
@@ -202,7 +202,7 @@ class Training(Section):
     """
 
     steps: PositiveInt = 600
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: PositiveFloat | None = None
     weight_decay: NonNegativeFloat = 1e-2
     minutes: PositiveFloat | None = None
     batch_size: PositiveInt = 4

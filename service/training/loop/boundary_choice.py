@@ -32,6 +32,9 @@ WATERSHEDS = {"watershed_threshold": (0.3, 0.5)}
 AGGLOMERATIONS = {"agglomeration": ("gasp", "multicut", "mutex_watershed")}
 BETAS = {"beta": (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)}
 MINIMUM_SIZES = (50, 100, 200, 500, 1000)
+# Minimum mean size in voxels of the supervoxels for a multicut, which takes minutes for more. An untrained network
+# results in supervoxels of a few voxels.
+MIN_MULTICUT_SIZE = 100
 
 
 class _Flooded(NamedTuple):
@@ -77,6 +80,8 @@ def _cluster_all(parts: Sequence[ScoredPart], spec: ModelSpec) -> Iterator[tuple
     for watershed in _vary(_require_boundaries(spec), WATERSHEDS):
         flooded_parts = [_flood(part, spec, watershed) for part in parts]
         for merging in _vary(watershed, AGGLOMERATIONS):
+            if merging.agglomeration == "multicut" and not all(map(_can_cut, flooded_parts)):
+                continue
             faces = [boundaries.measure_faces(*part[:3], merging) for part in flooded_parts]
             for decoding in _vary(merging, BETAS):
                 clusters = [boundaries.merge_supervoxels(part_faces, decoding) for part_faces in faces]
@@ -84,6 +89,11 @@ def _cluster_all(parts: Sequence[ScoredPart], spec: ModelSpec) -> Iterator[tuple
                     decoding,
                     [part.overlaps.merge_found(labels) for part, labels in zip(flooded_parts, clusters, strict=True)],
                 )
+
+
+def _can_cut(part: _Flooded) -> bool:
+    """Return whether there are few enough supervoxels for a multicut."""
+    return part.supervoxels.size >= MIN_MULTICUT_SIZE * int(part.supervoxels.max(initial=0))
 
 
 def _vary(decoding: Boundaries, candidates: Mapping[str, Sequence[Any]]) -> list[Boundaries]:

@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from service.core.sections.computing import Training
 
@@ -120,12 +120,14 @@ class TrainingPlan(Training):
     the time is over. Checkpoints contain the options by name, so renaming a field would prevent resuming from older
     checkpoints.
 
+    learning_rate  maximum learning rate
     averaging   decay per step of the moving average of the weights, which is used for the new model
     fractions   ascending fractions of the change of the weights. The first one is validated during training, and
                 compared with the others and the complete change at the end. Empty: use the complete change.
     statistics  number of batches from which the batch normalization statistics of the averaged network are computed
     """
 
+    learning_rate: PositiveFloat = 1e-3
     averaging: Annotated[float, Field(ge=0, lt=1)] = 0.99
     fractions: tuple[float, ...] = ()
     statistics: PositiveInt = 40

@@ -17,6 +17,7 @@ from service.engine import precision
 from service.models.architectures.build import build_network
 from service.models.loader import check_decoding_library, load_network
 from service.models.spec import ModelSpec, check_trainable, get_target
+from service.models.spec_parts import Boundaries
 from service.training.loop.plan import TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
@@ -24,6 +25,8 @@ from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
 from service.training.targets.choice import choose_targets, copy_weights
 
+# Default learning rates with a base model, and from random weights.
+FINE_TUNING_RATE, RANDOM_WEIGHTS_RATE = 1e-3, 3e-3
 # Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
 # if nothing is known about the images on which the model will be used.
 FINE_TUNING_FRACTIONS = (0.5, 0.75)
@@ -56,16 +59,20 @@ def prepare_training(
         torch.backends.cudnn.deterministic = True
     check_decoding_library(draft)
     edge, seed = settings.training.edge, settings.training.seed
-    dataset = BlockDataset(parts.training, edge, seed, choose_targets(draft).compute)
+    # Objects with a diameter have the same extents along all axes, but are blurred differently along z.
+    permutes_axes = isinstance(draft.decoding, Boundaries)
+    dataset = BlockDataset(parts.training, edge, seed, choose_targets(draft).compute, permutes_axes=permutes_axes)
     data = TrainingData(dataset, Validator(parts.validation, draft, edge))
 
     def make_trainer(trainer_settings: Settings, folder: Path, dtype: torch.dtype) -> Trainer:
         torch.manual_seed(seed)
         network = _build_network(draft, base)
         _check_crop_size(network, edge)
+        options = trainer_settings.training.model_dump()
+        options["learning_rate"] = options["learning_rate"] or (FINE_TUNING_RATE if base else RANDOM_WEIGHTS_RATE)
         # Weights halfway between those for different targets would be meaningless.
         fractions = FINE_TUNING_FRACTIONS if base is not None and get_target(base) == get_target(draft) else ()
-        plan = TrainingPlan(**trainer_settings.training.model_dump(), fractions=fractions)
+        plan = TrainingPlan(**options, fractions=fractions)
         return Trainer(network, data, plan, folder, TrainingPlacement(device, dtype))
 
     return make_trainer

@@ -114,17 +114,23 @@ def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS)
         )
     region = stack.region or WHOLE_STACK
     labels = convert_labels(labels_volume.read_all()[0][region], stack.name)
+    labels, unknown = separate_unknown_voxels(labels, options)
+    measured = _find_extents(stack, labels, volume.voxel_size, options)
+    if options.is_partial:
+        unknown |= _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
+    extents = measured if options.has_diameter else None
+    return AnnotatedStack(stack.name, volume, labels, region, extents, unknown if unknown.any() else None)
+
+
+def separate_unknown_voxels(labels: NDArray[Any], options: LabelOptions) -> tuple[NDArray[Any], NDArray[np.bool_]]:
+    """Return labels [Z, Y, X] without the ignored label, and a mask of ignored voxels and of planes without labels."""
     unknown = np.zeros(labels.shape, np.bool_)
     if options.ignored is not None:
         unknown |= labels == options.ignored
         labels = np.where(unknown, labels.dtype.type(0), labels)
     if options.has_partial_planes:
         unknown |= ~labels.any(axis=(1, 2), keepdims=True)
-    measured = _find_extents(stack, labels, volume.voxel_size, options)
-    if options.is_partial:
-        unknown |= _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
-    extents = measured if options.has_diameter else None
-    return AnnotatedStack(stack.name, volume, labels, region, extents, unknown if unknown.any() else None)
+    return labels, unknown
 
 
 def _find_distant_voxels(labels: NDArray[Any], extents: Extents) -> NDArray[np.bool_]:

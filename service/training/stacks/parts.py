@@ -159,11 +159,16 @@ def crop_to_annotated_planes(part: StackPart) -> StackPart:
     return cut_part(part, 0, int(indices[0]), int(indices[-1]) + 1) if indices.size else part
 
 
-def hold_out_parts(parts: Sequence[StackPart], validation_fraction: float) -> HeldOutParts:
+def hold_out_parts(
+    parts: Sequence[StackPart], validation_fraction: float, *, has_large_objects: bool = False
+) -> HeldOutParts:
     """Divide parts into training, validation and test. Parts without objects in both divisions are not used.
 
     If the last fifth of the stacks contains too few objects for a test, the validation parts are used for the test.
     Raises BadParameter if no stack contains objects in both divisions.
+
+    has_large_objects  whether objects may be larger than a slab. The validation and test parts are then next to each
+                       other in one thick slab, because more objects fit into compact parts
     """
     usable_parts = [part for part in parts if _can_split(part, validation_fraction)]
     if not usable_parts:
@@ -171,10 +176,16 @@ def hold_out_parts(parts: Sequence[StackPart], validation_fraction: float) -> He
             "The annotated stacks contain too few objects. At least one stack must contain objects both in the first"
             f" {1 - validation_fraction:.0%} along its longest axis and in the rest. Annotate more objects."
         )
-    remaining, test = _split_all(usable_parts, HELD_OUT_FRACTION)
+    if has_large_objects:
+        fraction = 1 - (1 - HELD_OUT_FRACTION) * (1 - validation_fraction)
+        training, slabs = _split_all(usable_parts, fraction)
+        validation, test = _split_all(slabs, HELD_OUT_FRACTION / fraction)
+    else:
+        remaining, test = _split_all(usable_parts, HELD_OUT_FRACTION)
+        training, validation = _split_all(remaining, validation_fraction)
     has_enough_objects = sum(part.object_count for part in test) >= MIN_HELD_OUT_OBJECTS
-    if has_enough_objects and all(_can_split(part, validation_fraction) for part in remaining):
-        return HeldOutParts(*_split_all(remaining, validation_fraction), test)
+    if has_enough_objects and all(_has_objects(part) for part in (*training, *validation)):
+        return HeldOutParts(training, validation, test)
     training, validation = _split_all(usable_parts, validation_fraction)
     return HeldOutParts(training, validation, validation)
 
@@ -187,4 +198,8 @@ def _split_all(parts: Sequence[StackPart], fraction: float) -> tuple[list[StackP
 
 def _can_split(part: StackPart, fraction: float) -> bool:
     """Return whether both pieces of a part contain objects."""
-    return all(piece.truth.any() and piece.labels.any() for piece in split_part(part, fraction))
+    return all(map(_has_objects, split_part(part, fraction)))
+
+
+def _has_objects(part: StackPart) -> bool:
+    return bool(part.truth.any() and part.labels.any())

@@ -4,6 +4,7 @@ import torch
 from new_models import make_new_spec
 from numpy.typing import NDArray
 
+from service.inference.decoding.external import boundaries
 from service.models.spec import ModelSpec
 from service.training.loop.boundary_choice import choose_boundary_decoding, match_boundary_objects
 from service.training.loop.decoding_choice import ScoredPart
@@ -41,6 +42,16 @@ def test_chosen_decoding_suits_the_bias_of_the_network(truth: NDArray[np.uint8],
     assert counts.voi == pytest.approx(0, abs=0.3)
     found, objects = match_boundary_objects(part, spec.model_copy(update={"decoding": decoding}))
     assert (found.f1, len(objects)) == (1.0, 8)
+
+
+def test_untrained_networks_are_not_cut_into_millions_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multicut of supervoxels with a few voxels each takes minutes."""
+    monkeypatch.setattr(boundaries, "merge_by_multicut", lambda *_: pytest.fail("multicut"))
+    truth = np.ones((16, 16, 16), np.uint8)
+    scores = torch.from_numpy(np.random.default_rng(0).normal(3, 0.5, (1, 1, 16, 16, 16))).float()
+    decoding, counts = choose_boundary_decoding([ScoredPart(scores, truth)], make_spec())
+    assert decoding.agglomeration != "multicut"
+    assert counts.true == 1
 
 
 def test_affinities_distinguish_true_from_false_boundaries(truth: NDArray[np.uint8]) -> None:

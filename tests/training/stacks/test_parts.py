@@ -77,6 +77,20 @@ def test_parts_are_split_by_object_voxels_in_plane() -> None:
     assert split_part(deep_part, 0.5)[0].image.shape == (16, 24, 12)
 
 
+def test_held_out_parts_of_large_objects_are_compact() -> None:
+    labels = make_grid((12, 60, 60))
+    part = StackPart("a", labels.astype(np.float32), labels, labels)
+    slabs, blocks = (hold_out_parts([part], 0.25, has_large_objects=is_large) for is_large in (False, True))
+    for parts in (slabs, blocks):
+        (training,), (validation,), (test,) = parts.training, parts.validation, parts.test
+        sizes = [piece.truth.size / labels.size for piece in (training, validation, test)]
+        assert sizes == pytest.approx([0.6, 0.2, 0.2], abs=0.06)
+        assert sum(sizes) == pytest.approx(1)
+    assert min(slabs.test[0].truth.shape[1:]) < 16
+    assert min(blocks.test[0].truth.shape[1:]) > 20
+    assert min(blocks.validation[0].truth.shape[1:]) > 20
+
+
 def test_objects_do_not_end_at_planes_that_are_not_annotated() -> None:
     labels = np.zeros((9, 16, 16), np.uint16)
     labels[:, 4:12, 4:12] = 1

@@ -4,6 +4,13 @@ import { button, element, field, openDialog } from "../core/elements.js";
 import { Problem, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { describeAnnotation, fetchAnnotations } from "./annotations.js";
 
+/** Structures that a model can learn, with the values of `target` in requests. The empty value is not sent. */
+const TARGETS = [
+  ["", "The same as the base model"],
+  ["boundaries", "Boundaries, for objects that fill the stack, such as cells in a tissue"],
+  ["affinities", "Boundaries with gaps, such as in electron microscopy"],
+];
+
 /**
  * Open a dialog in which the user selects a base model and annotated stacks and starts a training run.
  * @param {number} maxMinutes maximum duration of a training run @param {string} [model] preselected base model
@@ -41,6 +48,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
     step: "any",
     required: true,
   });
+  const targetSelect = element("select", {}, ...TARGETS.map(([value, text]) => element("option", { value }, text)));
   const partialCheckbox = element("input", { type: "checkbox" });
   const checkboxes = createCheckboxes(annotations);
   preselectStacks(checkboxes, initialBaseModel, models);
@@ -54,6 +62,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       minutes: Number(minutesInput.value),
       name: nameInput.value,
       partial: partialCheckbox.checked,
+      target: targetSelect.value || undefined,
     });
     try {
       if (selectedIds.length === 0) throw new Problem("", "Select at least one annotated stack.", 0);
@@ -110,6 +119,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
         element("span", { class: "muted small" }, "Unlabeled regions then do not count as background."),
       ),
       field("Base model", baseModelSelect),
+      field("What the new model learns", targetSelect),
       field("Name of the new model", nameInput),
       field(
         "Training time in minutes",
