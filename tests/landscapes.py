@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
-from service.inference.cuda.watershed import merge_basins_on_device
-from service.inference.decoding.basin_merging import Persistence, merge_shallow_basins
-from service.inference.decoding.streaming import Planes, StreamingWatershed, TorchWatershed
-from service.inference.decoding.watershed import Basins, encode_foreground, find_basins
+from service.inference.decoding.pieces import Persistence, Pieces
+from service.inference.decoding.streaming import ObjectFilter, StreamingWatershed, TorchWatershed, label_objects
+from service.inference.decoding.watershed import encode_foreground, find_basins
 from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters
 
 Array = NDArray[Any]
@@ -34,18 +33,17 @@ def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> It
         yield landscape.narrow(int(along_y), low, high - low)
 
 
-def compute_basins(heights: Array, persistence: Persistence, block_planes: int = 1000) -> Basins:
-    """Return the basins of heights [Z, Y, X], computed in blocks of this number of planes. The background is -inf."""
+def compute_basins(heights: Array, persistence: Persistence) -> tuple[Array, Pieces]:
+    """Return the basin of each voxel of heights [Z, Y, X], and the basins, as `find_basins`. The background is -inf."""
     landscape = torch.from_numpy(heights.astype(np.float32))
-    return find_basins(
-        *(landscape, landscape > -torch.inf, encode_foreground(landscape), persistence.compute_floors),
-        block_planes * count_plane_voxels(heights.shape),
-    )
+    mask, codes = landscape > -torch.inf, encode_foreground(landscape)
+    basins, pieces = find_basins(landscape, mask, codes, persistence.compute_floors)
+    return basins.numpy(), pieces
 
 
-def count_plane_voxels(size: tuple[int, ...]) -> int:
-    """Return the number of voxels in a plane of a volume of `size` (Z, Y, X), including its margins."""
-    return (size[1] + 2) * (size[2] + 2)
+def choose_by_size(minimum_size: int = 0, *, drop_border: bool = False) -> ObjectFilter:
+    """Return a function that selects objects of a minimum number of voxels, and optionally none at the faces."""
+    return lambda objects, touches_face: (objects.voxel_counts >= minimum_size) & ~(drop_border & touches_face)
 
 
 def decode_objects(
@@ -60,35 +58,27 @@ def decode_objects(
     along_y: bool = False,
     logits: bool = False,
     drop_border: bool = False,
-    on_device: bool = False,
 ) -> tuple[Array, Objects]:
     """Return labels and objects of heights [Z, Y, X]. The background is -inf.
 
     The heights are also used as the foreground scores.
 
     cuts          planes or rows at which the heights are split into parts
-    block_planes  number of planes that are processed together
     kernel        the C++ kernel; None: the implementation in torch
+    block_planes  number of planes that the C++ kernel processes together
     threads       number of threads of the C++ kernel
-    on_device     merge basins in torch as on a GPU
     """
     persistence = Persistence(persistence, logits)
     size, threshold = get_size(heights), -np.inf
     watershed: StreamingWatershed
     if kernel is None:
-        watershed = TorchWatershed(
-            Planes(size, CPU, along_y),
-            threshold,
-            persistence,
-            block_voxels=block_planes * count_plane_voxels(size),
-            merge=merge_basins_on_device if on_device else merge_shallow_basins,
-        )
+        watershed = TorchWatershed(size, CPU, threshold, persistence, along_y=along_y)
     else:
         parameters = WatershedParameters(threshold, persistence.depth, logits)
         watershed = kernel.start(size, parameters, along_y=along_y, block_planes=block_planes, threads=threads)
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)
-    return watershed.label_objects(minimum_size, drop_border=drop_border)
+    return label_objects(watershed, persistence, choose_by_size(minimum_size, drop_border=drop_border))
 
 
 def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **options: Any) -> tuple[Array, int]:

@@ -59,19 +59,13 @@ class CppFunctions:
             self.problem = str(error)
             return
         self._functions = library
-        """Functions that release the GIL."""
-        self._functions_with_gil = ctypes.PyDLL(library._name, handle=library._handle)
-        """Functions that hold the GIL, for calls that take less time than reacquiring it would (about 30 us)."""
         for name, argument_types, result_type in signatures:
-            for functions in (self._functions, self._functions_with_gil):
-                function = getattr(functions, name, None)
-                if function is None:
-                    self.problem = "the C++ kernels were built for another version of StackSeg; reinstall StackSeg"
-                    return
-                function.argtypes, function.restype = (
-                    [self.CTYPES[key] for key in argument_types],
-                    self.CTYPES[result_type],
-                )
+            function = getattr(library, name, None)
+            if function is None:
+                self.problem = "the C++ kernels were built for another version of StackSeg; reinstall StackSeg"
+                return
+            function.argtypes = [self.CTYPES[key] for key in argument_types]
+            function.restype = self.CTYPES[result_type]
 
     @property
     def is_available(self) -> bool:

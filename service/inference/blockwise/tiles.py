@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from service.core.types import Array
 from service.formats.npy_nifti import compress_array, decompress_array
 from service.inference.blockwise.layout import Box, get_first_voxel, get_lengths, to_slices
 from service.inference.blockwise.window_scores import GroupScores, list_window_positions
-from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.filters.smoothing import Smoother
+from service.inference.decoding.pieces import Persistence
 from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
 from service.inference.decoding.streaming import logit, select_foreground_logits
-from service.inference.decoding.watershed_kernel import Block, WatershedParameters, watershed_kernel
+from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
 
@@ -51,10 +51,8 @@ def decode_tile(
     The result contains the class of each voxel [Z, Y, X] or, for labels, the piece of each voxel. For labels, these
     arrays are also written to an archive:
 
-    properties, passes  as in `BlockPieces`
-    stack_voxels        number of stack voxels in each piece, int64 [P], if the stack was resampled
-    at_faces            pieces that touch a face of the volume
-    face-A-S            pieces of the voxels in the first (S = 0) or last (S = 1) layer along axis A
+    position, key, ...  as in `Pieces`; the third sum is the number of voxels in the stack, or 0 if it was not resampled
+    face-A-S            pieces, from 1, of the voxels in the first (S = 0) or last (S = 1) layer along axis A
     """
     layout = run.plan.layout
     scores = GroupScores(run, layout.find_required_groups(task.number))
@@ -62,20 +60,19 @@ def decode_tile(
         return {"empty": True}
     with stages.measure("blend"):
         scores_with_margin = blend_tile(run, task.number, scores, blending, device)
-    spec, tile_pieces = make_decoding_spec(run), None
+    spec, arrays = make_decoding_spec(run), dict[str, Array]()
     with stages.measure("decode"):
         if run.plan.output == "classes":
             decoder = make_decoder(spec, get_lengths(layout.get_tile(task.number)), "classes", None)
             decoder.add(0, 0, scores_with_margin[None])
             pixels: Array = decoder.finish().pixels
         else:
-            tile_pieces = _find_pieces(run, task, spec, scores_with_margin)
-            pixels = tile_pieces.pixels
+            pixels, arrays = _find_pieces(run, task, spec, scores_with_margin)
     with stages.measure("write"):
         record = _write_pixels(run, task.number, pixels)
-        if tile_pieces is not None:
-            run.folder.write_arrays(f"tiles/{task.number}.npz", tile_pieces.arrays)
-            record["pieces"] = len(tile_pieces.arrays["properties"])
+        if arrays:
+            run.folder.write_arrays(f"tiles/{task.number}.npz", arrays)
+            record["pieces"] = len(arrays["key"])
     return {"empty": False, **record}
 
 
@@ -109,10 +106,13 @@ def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arr
 
 
 def read_region_pieces(run: OpenRun, region: int, tiles: NDArray[np.int64], pieces: NDArray[np.int64]) -> Array:
-    """Return the joined pieces of a region that contain `pieces` of its `tiles`, which have the same shape."""
+    """Return the joined pieces of a region that contain `pieces` of its `tiles`, which have the same shape.
+
+    All pieces are numbered from 0.
+    """
     offsets = np.array(run.folder.read_record("region", region)["offsets"])
     numbers = run.folder.read_array(f"regions/{region}.npy")
-    result: Array = numbers[offsets[tiles - run.plan.layout.list_tiles(region).start] + pieces - 1]
+    result: Array = numbers[offsets[tiles - run.plan.layout.list_tiles(region).start] + pieces]
     return result
 
 
@@ -155,14 +155,8 @@ def _paste(source: Tensor, source_box: Box, target: Tensor, target_box: Box) -> 
         target[(slice(None), *target_slices)] = source[(slice(None), *source_slices)]
 
 
-class _TilePieces(NamedTuple):
-    """Piece of each voxel of a tile, [Z, Y, X], and the arrays that describe the pieces."""
-
-    pixels: Array
-    arrays: dict[str, Array]
-
-
-def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> _TilePieces:
+def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor) -> tuple[Array, dict[str, Array]]:
+    """Return the piece of each voxel of a tile, [Z, Y, X], and the arrays that describe the pieces."""
     decoding, layout = require_instances(spec), run.plan.layout
     tile, margin_box = layout.get_tile(task.number), layout.get_tile_with_margin(task.number)
     heights = scores[spec.outputs.index(decoding.distance)]
@@ -174,22 +168,19 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
     persistence = Persistence.of_model(spec, decoding)
     parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.heights_are_logits)
-    block_pieces = watershed_kernel.find_pieces(
-        Block(get_lengths(tile), get_first_voxel(tile), layout.size),
-        heights[margin_slices],
-        foreground[margin_slices],
-        parameters,
+    numbers, pieces = watershed_kernel.find_pieces(
+        tile, layout.size, heights[margin_slices], foreground[margin_slices], parameters
     )
-    pixels: Array = block_pieces.pieces.astype(np.uint16 if len(block_pieces.properties) < 2**16 else np.uint32)
-    arrays: dict[str, Array] = {"properties": block_pieces.properties, "passes": block_pieces.passes}
-    if layout.size != run.plan.size:
-        arrays["stack_voxels"] = _count_stack_voxels(
-            pixels, len(block_pieces.properties), tile, layout.size, run.plan.size
-        )
-    arrays["at_faces"] = _find_face_pieces(pixels, tile, layout.size)
+    count = len(pieces.key)
+    pixels: Array = numbers.astype(np.uint16 if count < 2**16 else np.uint32)
+    is_resampled = layout.size != run.plan.size
+    stack_voxels = (
+        _count_stack_voxels(pixels, count, tile, layout.size, run.plan.size) if is_resampled else np.zeros(count)
+    )
+    arrays: dict[str, Array] = pieces._replace(sums=np.vstack((pieces.sums, stack_voxels)).astype(np.int64))._asdict()
     for axis, side in itertools.product(range(3), (0, 1)):
         arrays[f"face-{axis}-{side}"] = pixels.take([-side], axis).squeeze(axis)
-    return _TilePieces(pixels, arrays)
+    return pixels, arrays
 
 
 def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, stack_size: Size) -> NDArray[np.int64]:
@@ -208,13 +199,3 @@ def count_nearest_voxels(tile: Box, size: Size, stack_size: Size) -> list[NDArra
         np.bincount(nearest, minlength=length)[slice(*span)]
         for nearest, length, span in zip(find_nearest_voxels(size, stack_size), size, tile, strict=True)
     ]
-
-
-def _find_face_pieces(pieces: Array, tile: Box, size: tuple[int, int, int]) -> Array:
-    """Return the pieces that touch a face of the volume. Axes with a single voxel are ignored."""
-    faces = [np.zeros(0, pieces.dtype)]
-    for axis, ((first, end), length) in enumerate(zip(tile, size, strict=True)):
-        if length > 1:
-            faces += [pieces.take(0, axis).ravel()] * (first == 0) + [pieces.take(-1, axis).ravel()] * (end == length)
-    face_pieces = np.unique(np.concatenate(faces))
-    return face_pieces[face_pieces > 0]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from service.core.errors import Cancelled, InternalError
 from service.core.telemetry import Stages
 from service.inference.blockwise import counting, output, survey, tiles, window_scores
-from service.inference.blockwise.objects import join, labels, regions
+from service.inference.blockwise.objects import join, labels
 from service.inference.blockwise.run_folder import BlockTask, OpenRun, Step, open_run
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.blending import Blending
@@ -76,7 +76,7 @@ def _run_step(run: OpenRun, task: BlockTask, stages: Stages) -> dict[str, Any]:
 _STEP_FUNCTIONS: dict[Step, Callable[[OpenRun, int], dict[str, Any]]] = {
     "count": counting.count_part,
     "survey": lambda run, round_number: survey.merge_counts(run, load_runner(str(run.folder.path)), round_number),
-    "region": regions.join_region,
+    "region": join.join_region,
     "join": lambda run, _number: join.join_regions(run),
     "holes": labels.find_holes,
     "objects": lambda run, _number: labels.choose_objects(run),

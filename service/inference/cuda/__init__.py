@@ -1,1 +1,1 @@
-"""Inference code for CUDA devices: image uploads, watershed and placement in device memory."""
+"""Inference code for CUDA devices: image uploads and placement in device memory."""

@@ -10,9 +10,7 @@ import torch
 from service.core.hardware.devices import Driver
 from service.core.types import Volume
 from service.inference.cuda.device_image import DeviceImage, UploadedVolume
-from service.inference.cuda.watershed import merge_basins_on_device
 from service.inference.decoding.decoders import Decoder, HostDecoder
-from service.inference.decoding.streaming import TorchWatershed
 from service.inference.preprocessing.normalize import NormalizedImage
 from service.inference.preprocessing.resample import ResampledImage
 from service.inference.types import Plan
@@ -44,10 +42,6 @@ class DevicePlacement:
             return DeviceImage(image.to_tensor(), depth, self._device)
         return DeviceImage(image, depth, self._device) if isinstance(image, NormalizedImage) else image
 
-    def choose_decoder_factory(self, create_decoder: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
+    def choose_decoder_factory(self, create_decoder: Callable[[], Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates a decoder on the device, or on the host if the scores do not fit."""
-        return (
-            partial(HostDecoder, create_decoder)
-            if plan.decode_on_host
-            else partial(create_decoder, start_watershed=partial(TorchWatershed, merge=merge_basins_on_device))
-        )
+        return partial(HostDecoder, create_decoder) if plan.decode_on_host else create_decoder

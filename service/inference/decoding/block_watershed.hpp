@@ -41,8 +41,8 @@ public:
   // Adds the pieces of the voxels in `box`, and the passes between them.
   //
   // write_row  function that writes the keys and score codes of voxels: (first voxel, count, keys, codes)
-  // pieces     pieces of the whole volume [Z, Y, X]: 0 for voxels that have not been processed. The pieces of the box are
-  //            written. If null, no pieces are known.
+  // pieces     pieces of the whole volume [Z, Y, X], which are known in the plane before the box along z, and in the row before
+  //            it along y. The pieces of the box are written. If null, no pieces are known.
   template <typename WriteRow> void add(const Box &box, const WriteRow &write_row, int32_t *pieces) {
     box_ = box;
     rows_ = box.length(1) + 2, width_ = box.length(2) + 2, plane_ = rows_ * width_, planes_ = box.length(0) + 2;
@@ -117,7 +117,7 @@ private:
         continue;
       }
       write_row(voxel, end - first, keys + skipped, codes_.get() + row + skipped);
-      if (known_pieces && is_outside(z, y)) {
+      if (known_pieces && (z == 0 || y == 0)) {
         const int32_t *const known = known_pieces + get_position(row + skipped);
         for (int64_t x = 0; x < end - first; ++x)
           pieces[skipped + x] = known[x] ? known[x] : UNKNOWN;

@@ -20,9 +20,9 @@ from torch import Tensor
 from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import CancellationCheck, OutputKind, Segmentation, never_cancelled
-from service.inference.decoding.instances import InstanceDecoder, WatershedFactory
+from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
-from service.inference.decoding.watershed import MAX_BLOCK_VOXELS
+from service.inference.decoding.watershed import NEIGHBOR_BATCH_VOXELS
 from service.inference.decoding.watershed_kernel import CPU, choose_block_planes, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Classes, Flows, Instances, Regions, StarConvex
@@ -62,21 +62,19 @@ def make_decoder(  # noqa: PLR0913
     voxel_size: VoxelSize | None,
     allocate: Allocator = np.zeros,
     *,
-    start_watershed: WatershedFactory | None = None,
     cancelled: CancellationCheck = never_cancelled,
     threads: int = 1,
 ) -> Decoder:
     """Return the decoder for an output of this model.
 
-    size             (Z, Y, X) of the volume
-    allocate         creates the result array
-    start_watershed  creates the watershed, as in `InstanceDecoder`
-    cancelled        returns whether the request was canceled; called if decoding the last slab takes long
-    threads          maximum number of threads that detect objects on the CPU
+    size       (Z, Y, X) of the volume
+    allocate   creates the result array
+    cancelled  returns whether the request was canceled; called if decoding the last slab takes long
+    threads    maximum number of threads that detect objects on the CPU
     """
     decoding, num_outputs = spec.decoding, len(spec.outputs)
     if output == "labels" and isinstance(decoding, Instances):
-        return InstanceDecoder(spec, decoding, size, voxel_size, start_watershed=start_watershed, threads=threads)
+        return InstanceDecoder(spec, decoding, size, voxel_size, threads=threads)
     if output == "labels" and isinstance(decoding, Boundaries | StarConvex | Flows):
         return _make_optional_decoder(spec, size, voxel_size, cancelled)
     kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
@@ -158,9 +156,17 @@ def estimate_decoding_memory(spec: ModelSpec, output: OutputKind, size: Size) ->
         # tissues and the passes between them use two to four bytes per voxel, or six if peaks are unclear.
         block_voxels = min(voxels, (choose_block_planes(size) + 2) * size[1] * size[2])
         return DecodingMemory(13 * block_voxels + (4 + 2 + 4) * voxels)
-    # PyTorch needs about nine 32-bit arrays for a block. Each voxel has a height, a mask, two codes, a piece and a
-    # label. By measurement, the passes between crowded objects need two more bytes per voxel.
-    return DecodingMemory(36 * min(voxels, MAX_BLOCK_VOXELS) + 18 * voxels)
+    # Each voxel also has a label, which is first a 32-bit integer.
+    return DecodingMemory(estimate_watershed_bytes(size) + 4 * voxels)
+
+
+def estimate_watershed_bytes(size: Size) -> int:
+    """Estimate the memory in bytes for the watershed in PyTorch of a volume of `size` (Z, Y, X)."""
+    # By measurement, about nine 32-bit arrays exist at the same time. Each voxel has a height, a mask, a code, a basin
+    # and a label, and the passes between crowded objects need two more bytes per voxel. The last term is for the
+    # neighbors of the voxels in one batch.
+    padded_voxels = math.prod(length + 2 for length in size)
+    return 36 * padded_voxels + (8 + 6) * math.prod(size) + 600 * NEIGHBOR_BATCH_VOXELS
 
 
 def split_planes(z0: int, scores: Tensor) -> Iterator[tuple[int, Tensor]]:

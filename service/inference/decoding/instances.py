@@ -7,7 +7,7 @@ along y while later rows are computed. Ties are broken by the same positions as 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, Segmentation, choose_label_dtype
-from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
+from service.inference.decoding.pieces import Persistence
 from service.inference.decoding.streaming import (
-    Planes,
     StreamingWatershed,
     TorchWatershed,
+    label_objects,
     logit,
     select_foreground_logits,
 )
@@ -33,17 +33,14 @@ from service.models.spec_parts import Instances
 # Maximum confidence that `min_relative_odds` can require of an object.
 MAX_REQUIRED_CONFIDENCE = 0.9
 
-WatershedFactory = Callable[[Planes, float, Persistence], StreamingWatershed]
-"""Function that creates a watershed, given its planes, the foreground threshold and the persistence of objects."""
-
 
 class InstanceDecoder:
     """Decoder of objects, which are numbered from 1 in the order of the positions of their peaks.
 
     It stores one int32 per voxel, and the distances of incomplete planes.
 
-    start_watershed  creates the watershed; if None, the C++ kernel is used if it supports the volume, otherwise PyTorch
-    threads          maximum number of threads of the C++ kernel
+    kernel   the C++ kernel, which is used if it supports the volume and the device of the scores, otherwise PyTorch
+    threads  maximum number of threads of the C++ kernel
     """
 
     def __init__(  # noqa: PLR0913
@@ -54,17 +51,15 @@ class InstanceDecoder:
         voxel_size: VoxelSize | None,
         kernel: WatershedKernel = watershed_kernel,
         *,
-        start_watershed: WatershedFactory | None = None,
         threads: int = 1,
     ) -> None:
-        self._start_watershed, self._threads = start_watershed, threads
+        self._kernel, self._threads = kernel, threads
         self._spec, self._decoding, self._voxel_size, self._size = spec, decoding, voxel_size, size
         self._distance_channel = spec.outputs.index(decoding.distance)
         self._threshold = logit(decoding.threshold)
         self._persistence = Persistence.of_model(spec, decoding)
         self._diameter = spec.input.diameter or math.inf
         self._smoother = Smoother(decoding.smoothing)
-        self._kernel = kernel
         self._watershed: StreamingWatershed | None = None
         # Values of planes whose rows have not all arrived.
         self._distances: Tensor
@@ -104,16 +99,12 @@ class InstanceDecoder:
 
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
-            planes = Planes(self._size, device, along_y)
-            if self._start_watershed is not None:
-                self._watershed = self._start_watershed(planes, self._threshold, self._persistence)
-            elif self._kernel.supports(device, self._size):
-                parameters = WatershedParameters(
-                    self._threshold, self._persistence.depth, self._persistence.heights_are_logits
-                )
+            threshold, persistence = self._threshold, self._persistence
+            if self._kernel.supports(device, self._size):
+                parameters = WatershedParameters(threshold, persistence.depth, persistence.heights_are_logits)
                 self._watershed = self._kernel.start(self._size, parameters, along_y=along_y, threads=self._threads)
             else:
-                self._watershed = TorchWatershed(planes, self._threshold, self._persistence)
+                self._watershed = TorchWatershed(self._size, device, threshold, persistence, along_y=along_y)
         return self._watershed
 
     def finish(self) -> Segmentation:
@@ -123,22 +114,36 @@ class InstanceDecoder:
             return Segmentation(
                 np.zeros(self._size, choose_label_dtype(0)), "labels", self._voxel_size, 0, objects=no_objects
             )
-        decoding = self._decoding
-        labels, objects = self._watershed.label_objects(
-            decoding.minimum_size, drop_border=decoding.border == "drop", object_filter=self._select_objects
+        labels, objects = label_objects(
+            self._watershed,
+            self._persistence,
+            lambda objects, touches_face: choose_objects(
+                self._decoding, objects, touches_face, self._diameter, self._size
+            ),
         )
         # Free the pieces before holes are filled.
         self._watershed = None
-        if decoding.holes == "fill":
+        if self._decoding.holes == "fill":
             fill_holes(labels)
         return Segmentation(labels, "labels", self._voxel_size, len(objects), objects=objects)
 
-    def _select_objects(self, objects: Objects) -> NDArray[np.bool_]:
-        """Return a mask of the objects that are neither fragments nor background."""
-        is_confident = objects.confidence >= compute_min_object_confidence(self._decoding, objects)
-        return is_confident & (
-            objects.voxel_counts >= compute_min_object_voxels(self._diameter, self._decoding, objects, self._size)
-        )
+
+def choose_objects(
+    decoding: Instances, objects: Objects, touches_face: NDArray[np.bool_], diameter: float, size: Size
+) -> NDArray[np.bool_]:
+    """Return a mask of the objects that the decoder keeps: those that are neither fragments nor background.
+
+    touches_face  whether each object touches a face of the volume
+    diameter      object diameter that the model expects
+    size          (Z, Y, X) of the volume
+    """
+    is_kept: NDArray[np.bool_] = objects.voxel_counts >= max(decoding.minimum_size, 1)
+    if decoding.border == "drop":
+        is_kept &= ~touches_face
+    candidates = objects.select(is_kept)
+    is_kept &= objects.confidence >= compute_min_object_confidence(decoding, candidates)
+    is_kept &= objects.voxel_counts >= compute_min_object_voxels(diameter, decoding, candidates, size)
+    return is_kept
 
 
 def compute_min_object_voxels(diameter: float, decoding: Instances, objects: Objects, size: Size) -> float:

@@ -1,22 +1,16 @@
-"""Functions that merge watershed basins into labeled objects, and select labeled objects."""
+"""Functions that number labels, look up labels, and select labeled objects."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.types import Objects, Segmentation, choose_label_dtype
+from service.core.types import Segmentation, choose_label_dtype
 from service.engine.cuda.events import record_end
-from service.inference.decoding.basin_merging import MergeFunction, Persistence, merge_shallow_basins
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE, ObjectFilter, keep_all_objects, number_objects
-
-if TYPE_CHECKING:
-    from service.inference.decoding.watershed import Basins
 
 # Number of voxels whose labels are looked up together. It is large enough that small volumes need few calls, and small
 # enough that large volumes need little memory.
@@ -26,59 +20,13 @@ LOOKUP_VOXELS = 2**20
 MAX_PINNED_BYTES = 2**28
 
 
-def label_basins(  # noqa: PLR0913
-    basins: Basins,
-    persistence: Persistence,
-    minimum_size: int,
-    *,
-    drop_border: bool = False,
-    object_filter: ObjectFilter = keep_all_objects,
-    merge: MergeFunction = merge_shallow_basins,
-) -> tuple[NDArray[np.unsignedinteger], Objects]:
-    """Merge basins into objects; return labels [Z, Y, X], uint16 or uint32, numbered from 1, and the objects.
+def number_objects(is_kept: NDArray[np.bool_]) -> NDArray[np.unsignedinteger]:
+    """Return the new number of each label, uint16 or uint32 [N + 1]; 0 for the background and for removed objects.
 
-    minimum_size   minimum number of voxels of an object
-    drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long have no
-                   faces
-    object_filter  selects which of the remaining objects get a label
-    merge          returns the object of every basin
+    Objects whose entry in `is_kept` [N] is true are numbered from 1 in order.
     """
-    # NumPy is much faster than PyTorch for such small arrays.
-    object_of_basin, peaks = (
-        merge(basins, persistence),
-        persistence.to_distances(basins.peaks).cpu().numpy(),
-    )
-    objects = gather_objects(object_of_basin, basins.voxels.numpy(), basins.foreground.numpy(), peaks)
-    is_kept = objects.voxel_counts >= max(minimum_size, 1)
-    if drop_border:
-        is_kept[object_of_basin[_find_basins_at_faces(basins).numpy()]] = False
-    objects = objects.select(is_kept)
-    is_selected = object_filter(objects)
-    is_kept[is_kept] = is_selected
-    objects = objects.select(is_selected)
-    # The background has basin -1, which indexes the last entry.
-    label_of_basin = np.append(number_objects(is_kept)[1:][object_of_basin], 0).astype(choose_label_dtype(len(objects)))
-    return look_up_labels(basins.pieces, label_of_basin[basins.basin_of_piece.numpy()]), objects
-
-
-def gather_objects(
-    object_of_basin: NDArray[np.int64],
-    voxels: NDArray[np.int64],
-    foreground: NDArray[np.int64],
-    peaks: NDArray[np.float64],
-) -> Objects:
-    """Return the objects that basins are merged into.
-
-    object_of_basin     object of every basin, int64 [R], numbered from 0
-    voxels, foreground  values of every basin, as in `Basins`
-    peaks               distance at the maximum of every basin
-    """
-    object_count = int(object_of_basin.max(initial=-1)) + 1
-    sums, max_peaks = np.zeros((2, object_count), np.int64), np.full(object_count, -np.inf)
-    np.add.at(sums[0], object_of_basin, voxels)
-    np.add.at(sums[1], object_of_basin, foreground)
-    np.fmax.at(max_peaks, object_of_basin, peaks)
-    return Objects.from_sums(sums[0], sums[1] / PROBABILITY_ONE, max_peaks)
+    numbers = np.append(0, np.where(is_kept, is_kept.cumsum(), 0))
+    return numbers.astype(choose_label_dtype(int(np.count_nonzero(is_kept))))
 
 
 def look_up_labels(pieces: Tensor, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
@@ -110,26 +58,8 @@ def _look_up_and_download(label_of_piece: Tensor, pieces: Tensor) -> Tensor:
     return host_labels
 
 
-def _find_basins_at_faces(basins: Basins) -> Tensor:
-    """Return the basins that touch a face of the volume, int64 [N] on the CPU.
-
-    Axes that are only one voxel long have no faces.
-    """
-    faces = [
-        basins.pieces.select(axis, end).flatten()
-        for axis, length in enumerate(basins.pieces.shape)
-        for end in (0, -1)
-        if length > 1
-    ]
-    basins_at_faces = (
-        basins.basin_of_piece[torch.unique(torch.cat(faces)).cpu().long()] if faces else basins.basin_of_piece[:0]
-    )
-    return basins_at_faces[basins_at_faces >= 0]
-
-
 def keep_objects(segmentation: Segmentation, is_kept: NDArray[np.bool_]) -> Segmentation:
     """Return a segmentation with only the objects whose entry in `is_kept` [N] is true, numbered without gaps."""
-    num_objects = int(np.count_nonzero(is_kept))
-    new_labels = number_objects(is_kept).astype(choose_label_dtype(num_objects))
+    pixels, count = number_objects(is_kept)[segmentation.pixels], int(np.count_nonzero(is_kept))
     objects = None if segmentation.objects is None else segmentation.objects.select(is_kept)
-    return replace(segmentation, pixels=new_labels[segmentation.pixels], count=num_objects, objects=objects)
+    return replace(segmentation, pixels=pixels, count=count, objects=objects)

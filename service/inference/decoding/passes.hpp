@@ -16,7 +16,7 @@ struct Pass {
   int32_t first, second, key;
 };
 
-template <typename Number> Number root_of(std::vector<Number> &parent, Number node) {
+template <typename Parents, typename Number> Number root_of(Parents &parent, Number node) {
   while (parent[node] != node)
     node = parent[node] = parent[parent[node]];
   return node;

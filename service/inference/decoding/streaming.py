@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from service.core.quantities import Size
 from service.core.types import Objects
-from service.inference.decoding.basin_merging import MergeFunction, Persistence, merge_shallow_basins
-from service.inference.decoding.labels import label_basins
-from service.inference.decoding.watershed import MAX_BLOCK_VOXELS, encode_foreground, find_basins
-from service.inference.decoding.watershed_kernel import ObjectFilter, keep_all_objects
+from service.inference.decoding.labels import look_up_labels, number_objects
+from service.inference.decoding.pieces import Persistence, Pieces, describe_objects, find_objects
+from service.inference.decoding.watershed import encode_foreground, find_basins
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
+
+ObjectFilter = Callable[[Objects, NDArray[np.bool_]], NDArray[np.bool_]]
+"""Function that returns a mask of the objects to keep, given the objects and whether each touches a face."""
 
 # Probabilities closer than this to 0 or 1 are treated as this close. Rounding can even exceed 0 or 1.
 MIN_PROBABILITY = 1e-6
@@ -27,43 +30,43 @@ class StreamingWatershed(Protocol):
     """Watershed of a height map that arrives plane by plane, computed by the C++ kernel or by PyTorch."""
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
-        """Add the next planes. See `IncrementalWatershed.add` for shapes and dtypes."""
+        """Add the next planes. See `KernelWatershed.add` for shapes and dtypes."""
 
-    def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
-    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X] and the objects, as described in `IncrementalWatershed.label_objects`."""
+    def find_pieces(self) -> tuple[Pieces, NDArray[np.integer]]:
+        """Return the pieces, and the link of each piece, as in `join_pieces`, after all planes have been added."""
+
+    def look_up(self, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+        """Return the label of each voxel [Z, Y, X], given the label of the background, 0, and of each piece."""
 
 
-class Planes(NamedTuple):
-    """Order in which the planes of a volume of `size` (Z, Y, X) arrive on a device: along z, or along y."""
+def label_objects(
+    watershed: StreamingWatershed, persistence: Persistence, choose_objects: ObjectFilter
+) -> tuple[NDArray[np.unsignedinteger], Objects]:
+    """Return labels [Z, Y, X] from 1, uint16 or uint32, and the objects, after all planes have been added.
 
-    size: Size
-    device: torch.device
-    along_y: bool = False
+    choose_objects  selects which objects get a label
+    """
+    pieces, object_of_piece = find_objects(*watershed.find_pieces(), persistence)
+    objects = describe_objects(pieces, persistence)
+    is_kept = choose_objects(objects, pieces.touches_face)
+    label_of_piece = number_objects(is_kept)[np.append(0, object_of_piece + 1)]
+    return watershed.look_up(label_of_piece), objects.select(is_kept)
 
 
 class TorchWatershed:
-    """A `StreamingWatershed` on any device, computed by PyTorch after all planes have been collected.
+    """A `StreamingWatershed` of a volume of `size` (Z, Y, X) on any device, computed by PyTorch.
 
-    On a GPU, the host waits a few times per block of up to `block_voxels` voxels, and while basins are merged. The
-    number of parts in which the planes arrive does not affect how often the host waits.
+    The basins are computed after all planes have been collected. On a GPU, the host waits a few times. The number of
+    parts in which the planes arrive does not affect how often.
 
-    merge  returns the object of every basin
+    along_y  whether planes arrive along y instead of along z
     """
 
     def __init__(
-        self,
-        planes: Planes,
-        threshold: float,
-        persistence: Persistence,
-        *,
-        block_voxels: int = MAX_BLOCK_VOXELS,
-        merge: MergeFunction = merge_shallow_basins,
+        self, size: Size, device: torch.device, threshold: float, persistence: Persistence, *, along_y: bool = False
     ) -> None:
-        size, device, along_y = planes
-        self._threshold, self._persistence, self._merge = threshold, persistence, merge
-        self._block_voxels, self._axis, self._num_collected = block_voxels, int(along_y), 0
+        self._threshold, self._persistence = threshold, persistence
+        self._axis, self._num_collected = int(along_y), 0
         self._heights = torch.empty(size, device=device)
         self._foreground = torch.empty(size, dtype=torch.bool, device=device)
         self._codes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -79,18 +82,14 @@ class TorchWatershed:
             target.narrow(self._axis, self._num_collected, num_planes).copy_(part)
         self._num_collected += num_planes
 
-    def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
-    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
+    def find_pieces(self) -> tuple[Pieces, NDArray[np.integer]]:
         compute_floors = self._persistence.compute_floors
-        basins = find_basins(self._heights, self._foreground, self._codes, compute_floors, self._block_voxels)
+        self._basins, pieces = find_basins(self._heights, self._foreground, self._codes, compute_floors)
         del self._heights, self._foreground, self._codes
-        return label_basins(
-            *(basins, self._persistence, minimum_size),
-            drop_border=drop_border,
-            object_filter=object_filter,
-            merge=self._merge,
-        )
+        return pieces, np.arange(len(pieces.key))
+
+    def look_up(self, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+        return look_up_labels(self._basins, label_of_piece)
 
 
 def compute_foreground_mask(scores: Tensor, threshold: float) -> Tensor:

@@ -2,244 +2,135 @@
 
 A path leads from every voxel to the highest of its 26 neighbors, as in the watershed by topographical distance (Meyer
 1994). Heights are compared without their last five bits. Positions break ties, so every path ends. Path ends are found
-by pointer jumping (Wyllie 1979) in blocks of planes. A path that leaves its block ends there as a separate piece;
-`find_basins` joins the pieces, so that basins and passes do not depend on the blocks. Passes between maxima of the same
-plateau have the plateau's height.
+by pointer jumping (Wyllie 1979). Passes between maxima of the same plateau have the plateau's height.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.inference.decoding.watershed_kernel import PROBABILITY_ONE
+from service.inference.decoding.pieces import POSITION_BITS, PROBABILITY_ONE, Pieces, compute_heights, compute_keys
 
 # Key of background voxels: the lowest 32-bit integer, below the key of every height.
 BACKGROUND_KEY = -(2**31)
-# Maximum number of voxels of a block, including the margins of its planes. Each voxel needs 36 bytes.
-MAX_BLOCK_VOXELS = 2**26
 # Number of voxels whose neighbors are examined together. Each voxel has 26 neighbors.
 NEIGHBOR_BATCH_VOXELS = 2**18
-# The last five bits of a key contain the position of the voxel modulo 3 along each axis, to identify neighbors.
-POSITION_BITS = 0b11111
 
 # Fixed-point foreground probability of each code. The codes are logits in steps of 1/16 from -8 to 8.
-PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int64))
-
-
-class Passes(NamedTuple):
-    """Passes between basins: the numbers of both basins, int64 [E] each, and the height of the pass, float32 [E].
-
-    A pass is a pair of neighboring voxels and has the height of the lower voxel. Rows may repeat a pair of basins, or
-    join a basin with itself.
-    """
-
-    first: Tensor
-    second: Tensor
-    height: Tensor
-
-
-@dataclass(frozen=True)
-class Basins:
-    """Basins of the whole volume, numbered from 0 in the order of the positions of their maxima.
-
-    basin_of_piece  int64 [P] on the CPU: the basin of each piece; the background is piece 0 and has basin -1
-    pieces          int32 [Z, Y, X]: the piece of every voxel
-    peaks           float32 [R]: height of each basin's maximum
-    voxels          int64 [R] on the CPU: size of each basin
-    foreground      int64 [R] on the CPU: sum of the voxels' foreground probabilities, times `PROBABILITY_ONE`
-    passes          every pass that reaches the floor of at least one of its two peaks
-    """
-
-    basin_of_piece: Tensor
-    pieces: Tensor
-    peaks: Tensor
-    voxels: Tensor
-    foreground: Tensor
-    passes: Passes
-
-
-class _Paths(NamedTuple):
-    """Foreground voxels of a block in flat memory, int32 [N] each, and the ends of their paths, int32 [P] each.
-
-    row_of_voxel  int32 [L]: 1 + the row of every voxel of the block, 0 for background and for the first and last plane
-    position      flat position of each voxel, counted from the plane below the block
-    own_key       key of each voxel
-    piece         index of the end of its path
-    targets       position of the highest neighbor of each end, or of the end itself
-    target_keys   key at each target
-    """
-
-    row_of_voxel: Tensor
-    position: Tensor
-    own_key: Tensor
-    piece: Tensor
-    targets: Tensor
-    target_keys: Tensor
-
-
-class _PaddedMemory(NamedTuple):
-    """Flat memory of planes with a background voxel on every side, in which all voxels have neighbors.
-
-    plane, row  distances between planes, and between rows
-    offsets     offsets from a voxel to its 26 neighbors, int32 [26]
-    steps       offset to a neighbor, int32 [1024], indexed by 32 * own position code + neighbor's code
-    """
-
-    plane: int
-    row: int
-    offsets: Tensor
-    steps: Tensor
-
-    @classmethod
-    def create(cls, size: torch.Size, device: torch.device) -> _PaddedMemory:
-        """Return the description of the memory of a volume of `size` (Z, Y, X)."""
-        distances = ((size[1] + 2) * (size[2] + 2), size[2] + 2, 1)
-        offsets, steps = torch.zeros(1, dtype=torch.int32), torch.zeros((32, 32), dtype=torch.int32)
-        for weight, distance in zip((9, 3, 1), distances, strict=True):
-            offsets = (offsets[:, None] + distance * torch.arange(-1, 2)).view(-1)
-            digit = torch.arange(32) // weight % 3
-            steps += (((digit[None] - digit[:, None] + 1) % 3 - 1) * distance).int()
-        offsets = offsets[offsets != 0].int()
-        tables = (table.to(device, non_blocking=True) for table in (offsets, steps.view(-1)))
-        return cls(*distances[:2], *tables)
+PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))))
 
 
 def find_basins(
-    heights: Tensor,
-    mask: Tensor,
-    codes: Tensor,
-    compute_floors: Callable[[Tensor], Tensor],
-    block_voxels: int = MAX_BLOCK_VOXELS,
-) -> Basins:
-    """Return the basins of a volume.
+    heights: Tensor, mask: Tensor, codes: Tensor, compute_floors: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Pieces]:
+    """Return the basin of each voxel, int32 [Z, Y, X], and the basins in the order of the positions of their maxima.
+
+    Basins are numbered from 1 in the volume, where 0 is the background, and from 0 in `Pieces`. Every pass that reaches
+    the floor of at least one of its two peaks is included. Positions are the numbers of the basins.
 
     heights         float32 [Z, Y, X]
     mask            whether each voxel is foreground, bool
     codes           code of the foreground score of each voxel, uint8; see `encode_foreground`
     compute_floors  returns the lowest height of a relevant pass for each peak, given the peak heights; both float32 [R]
-    block_voxels    maximum number of voxels in a block, including the margins of its planes
     """
-    device, memory = heights.device, _PaddedMemory.create(heights.shape, heights.device)
-    pieces = torch.zeros([length + 2 for length in heights.shape], dtype=torch.int32, device=device)
-    flat_pieces, flat_codes = pieces.view(-1), functional.pad(codes, (1, 1, 1, 1, 1, 1)).view(-1)
-    ends, passes = [torch.zeros((4, 1), dtype=torch.int64, device=device)], list[Tensor]()
-    probabilities = PROBABILITIES.to(device, non_blocking=True)
-    num_pieces, step = 1, max(block_voxels // memory.plane, 1)
-    for first in range(1, len(pieces) - 1, step):
-        keys = _encode_block(heights, mask, first - 1, min(first + step, len(pieces) - 1) + 1)
-        if (paths := _trace_paths(keys, memory)) is None:
-            continue
-        low = (first - 1) * memory.plane
-        numbers = torch.cat((paths.piece.new_zeros(1), paths.piece + num_pieces))
-        inner = slice(memory.plane, len(keys) - memory.plane)
-        torch.index_select(numbers, 0, paths.row_of_voxel[inner], out=flat_pieces[low:][inner])
-        block_codes = flat_codes[low:].index_select(0, paths.position)
-        ends.append(_measure_pieces(paths, probabilities[block_codes.int()], low))
-        limit = _compute_keys(compute_floors(compute_heights(paths.target_keys))).index_select(0, paths.piece)
-        near_peaks = (paths.own_key >= limit).nonzero().squeeze(1)
-        for rows in torch.split(near_peaks, NEIGHBOR_BATCH_VOXELS):
-            voxels, floors = paths.position.index_select(0, rows), limit.index_select(0, rows)
-            piece, neighbor, key = _find_passes(keys, flat_pieces[low:], voxels, floors, memory)
-            passes.append(torch.stack((piece.long(), low + neighbor.long(), key.long())))
-        num_pieces += len(paths.targets)
-    return _join_pieces(pieces, torch.cat(ends, 1), passes)
+    keys = _encode_heights(heights, mask)
+    # Every voxel has 26 neighbors in flat memory, because the volume is padded with a background voxel on every side.
+    distances = ((heights.shape[1] + 2) * (heights.shape[2] + 2), heights.shape[2] + 2, 1)
+    index = torch.int32 if len(keys) < 2**31 else torch.int64
+    offsets, steps = (table.to(keys.device, index, non_blocking=True) for table in _make_offset_tables(distances))
+    position = (keys > BACKGROUND_KEY).nonzero().squeeze(1).to(index)
+    own_key = keys.index_select(0, position)
+    code = (own_key & POSITION_BITS) << 5 | (_find_highest_neighbors(keys, position, distances) & POSITION_BITS)
+    basin, basins, ends = _follow_paths(position, position + steps.index_select(0, code), len(keys))
+    peak_keys = own_key.index_select(0, ends)
+    limit = compute_keys(compute_floors(compute_heights(peak_keys))).index_select(0, basin - 1)
+    near_peaks = (own_key >= limit).nonzero().squeeze(1)
+    passes = [
+        _find_passes(keys, basins, position.index_select(0, part), limit.index_select(0, part), offsets)
+        for part in torch.split(near_peaks, NEIGHBOR_BATCH_VOXELS)
+    ]
+    volume = basins.view([length + 2 for length in heights.shape])[1:-1, 1:-1, 1:-1]
+    voxel_codes = functional.pad(codes, (1, 1, 1, 1, 1, 1)).view(-1).index_select(0, position)
+    probability = PROBABILITIES.to(keys.device, non_blocking=True)[voxel_codes.int()]
+    sums = (torch.bincount(basin, weights, len(ends) + 1)[1:].long() for weights in (None, probability))
+    properties = torch.stack((peak_keys.long(), _find_basins_at_faces(volume, len(ends)), *sums)).cpu().numpy()
+    highest_passes = _select_highest_passes(torch.cat(passes, 1), len(ends)).cpu().numpy()
+    key, touches_face = properties[0].astype(np.int32), properties[1].astype(np.bool_)
+    return volume, Pieces(np.arange(len(ends)), key, properties[2:], touches_face, highest_passes)
 
 
-def _measure_pieces(paths: _Paths, probability: Tensor, low: int) -> Tensor:
-    """Return the properties of the pieces of a block that begins at the position `low`, int64 [4, P].
+def _follow_paths(position: Tensor, target: Tensor, num_voxels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the basins, from 1, in which the paths of foreground voxels end, int32.
 
-    The rows are the position and the key of the voxel where the paths of a piece end, the number of its voxels, and the
-    sum of their foreground probabilities, given the `probability` of each voxel.
+    position, target  position of each foreground voxel and of its highest neighbor in flat memory, [N]
+
+    The result is the basin of each foreground voxel [N], the basin of every voxel in flat memory [num_voxels], and the
+    numbers of the foreground voxels at which paths end [R].
     """
-    num_pieces = len(paths.targets)
-    voxels = torch.bincount(paths.piece, minlength=num_pieces)
-    foreground = torch.bincount(paths.piece, probability.double(), minlength=num_pieces).long()
-    return torch.stack((low + paths.targets.long(), paths.target_keys.long(), voxels, foreground))
-
-
-def _trace_paths(keys: Tensor, memory: _PaddedMemory) -> _Paths | None:
-    """Trace the paths of voxels between the first and the last plane. Returns None if there is no foreground."""
-    plane, row = memory.plane, memory.row
-    position = (keys[plane:-plane] > BACKGROUND_KEY).nonzero().squeeze(1) + plane
-    if not len(position):
-        return None
-    # Rows are numbered from 1 in the order of their positions. Row 0 represents everything outside the block.
-    rows = torch.arange(1, len(position) + 1, dtype=torch.int32, device=keys.device)
-    row_of_voxel = torch.zeros_like(keys).index_copy_(0, position, rows)
-    position, highest = position.int(), keys
-    for step in (1, row, plane):
-        pair_maxima = torch.maximum(highest[: -2 * step], highest[step:-step])
-        highest = torch.maximum(pair_maxima, highest[2 * step :], out=pair_maxima)
-    own_key, highest = keys.index_select(0, position), highest.index_select(0, position - (1 + row + plane))
-    code = ((own_key & POSITION_BITS) << 5) | (highest & POSITION_BITS)
-    target = position + memory.steps.index_select(0, code)
-    parent = row_of_voxel.index_select(0, target)
-    parent = torch.where(parent == 0, rows, parent) - 1
+    # Rows of foreground voxels are numbered from 1. Row 0 represents the background.
+    rows = torch.arange(1, len(position) + 1, dtype=position.dtype, device=position.device)
+    row_of_voxel = position.new_zeros(num_voxels).index_copy_(0, position.long(), rows)
+    parent = row_of_voxel.index_select(0, target) - 1
     while not torch.equal(grandparent := parent.index_select(0, parent), parent):
         parent = grandparent
     ends = (parent == rows - 1).nonzero().squeeze(1)
-    piece_numbers = torch.zeros_like(rows)
-    piece_numbers[ends] = torch.arange(len(ends), dtype=torch.int32, device=keys.device)
-    piece = piece_numbers.index_select(0, parent)
-    return _Paths(row_of_voxel, position, own_key, piece, target.index_select(0, ends), highest.index_select(0, ends))
+    numbers = torch.zeros(len(rows), dtype=torch.int32, device=rows.device)
+    numbers[ends] = torch.arange(1, len(ends) + 1, dtype=torch.int32, device=rows.device)
+    basin = numbers.index_select(0, parent)
+    return basin, torch.cat((basin.new_zeros(1), basin)).index_select(0, row_of_voxel), ends
 
 
-def _find_passes(
-    keys: Tensor, pieces: Tensor, voxels: Tensor, limit: Tensor, memory: _PaddedMemory
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the passes from voxels [N] to neighbors that belong to other pieces and are not below the limit [N].
+def _find_basins_at_faces(basins: Tensor, count: int) -> Tensor:
+    """Return 1 for each of `count` basins that touches a face of the volume [Z, Y, X], as `find_pieces_at_faces`."""
+    faces = [basins.select(axis, side) for axis in range(3) if basins.shape[axis] > 1 for side in (0, -1)]
+    basins_at_faces = torch.cat([basins.new_zeros(1), *(face.flatten() for face in faces)])
+    return torch.zeros(count + 1, dtype=torch.int64, device=basins.device).index_fill_(0, basins_at_faces.long(), 1)[1:]
 
-    The result is the piece, the position of the neighbor, and the key of each pass, int32 [E] each. The pieces of the
-    plane above the block are not yet known.
+
+def _make_offset_tables(distances: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """Return the offsets to the 26 neighbors, and the offset to a neighbor by 32 * own position code + its code."""
+    offsets = torch.cartesian_prod(*(distance * torch.arange(-1, 2) for distance in distances)).sum(1)
+    steps = torch.zeros((32, 32), dtype=torch.int64)
+    for weight, distance in zip((9, 3, 1), distances, strict=True):
+        digit = torch.arange(32) // weight % 3
+        steps += ((digit[None] - digit[:, None] + 1) % 3 - 1) * distance
+    return offsets[offsets != 0], steps.view(-1)
+
+
+def _find_highest_neighbors(keys: Tensor, position: Tensor, distances: tuple[int, int, int]) -> Tensor:
+    """Return the highest key among each voxel and its neighbors, given the positions of the voxels [N]."""
+    highest = keys
+    for distance in reversed(distances):
+        pair_maxima = torch.maximum(highest[: -2 * distance], highest[distance:-distance])
+        highest = torch.maximum(pair_maxima, highest[2 * distance :], out=pair_maxima)
+    return highest.index_select(0, position - sum(distances))
+
+
+def _find_passes(keys: Tensor, basins: Tensor, voxels: Tensor, limit: Tensor, offsets: Tensor) -> Tensor:
+    """Return the passes from voxels [N] to neighbors in other basins that are not below the limit [N].
+
+    The result is the numbers of the two basins from 0, the lower one first, and the key of each pass, int32 [3, E].
     """
-    neighbors = (voxels[:, None] + memory.offsets).view(-1)
-    key = keys.index_select(0, neighbors).view(-1, len(memory.offsets))
+    neighbors = (voxels[:, None] + offsets).view(-1)
+    key = keys.index_select(0, neighbors).view(-1, len(offsets))
     selected = (key >= limit[:, None]).view(-1).nonzero().squeeze(1)
-    voxels = voxels.index_select(0, selected // len(memory.offsets))
-    neighbors, piece = neighbors.index_select(0, selected), pieces.index_select(0, voxels)
-    crossing = (pieces.index_select(0, neighbors) != piece).nonzero().squeeze(1)
-    voxels, neighbors = voxels.index_select(0, crossing), neighbors.index_select(0, crossing)
-    heights = torch.minimum(keys.index_select(0, voxels), keys.index_select(0, neighbors))
-    return piece.index_select(0, crossing), neighbors, heights
+    voxels, neighbors = voxels.index_select(0, selected // len(offsets)), neighbors.index_select(0, selected)
+    crossing = (basins.index_select(0, voxels) != basins.index_select(0, neighbors)).nonzero().squeeze(1)
+    ends = torch.stack((voxels.index_select(0, crossing), neighbors.index_select(0, crossing))).view(-1)
+    pairs, pair_keys = basins.index_select(0, ends).view(2, -1) - 1, keys.index_select(0, ends).view(2, -1)
+    return torch.stack((pairs.amin(0), pairs.amax(0), pair_keys.amin(0)))
 
 
-def _join_pieces(pieces: Tensor, ends: Tensor, passes: list[Tensor]) -> Basins:
-    """Return the basins that the pieces belong to.
-
-    pieces  piece of every voxel of the padded volume
-    ends    results of `_measure_pieces`
-    passes  results of `_find_passes`, with positions in the padded volume, int64 [3, E] each
-    """
-    # The pieces above a block were not known when its paths were traced. Position 0 of piece 0 is in the padding.
-    next_pieces = pieces.view(-1)[ends[0]]
-    # NumPy is much faster than PyTorch for such small arrays.
-    link, position, keys, voxels, foreground = torch.cat((next_pieces[None], ends)).cpu().numpy()
-    maxima = np.flatnonzero(link == np.arange(len(link)))[1:]
-    maxima = maxima[position[maxima].argsort()]
-    while not np.array_equal(next_link := link[link], link):
-        link = next_link
-    basin = np.full_like(link, -1)
-    basin[maxima] = np.arange(len(maxima))
-    basin_of_piece = basin[link]
-    sums = np.zeros((2, len(maxima) + 1), np.int64)
-    np.add.at(sums[0], basin_of_piece + 1, voxels)
-    np.add.at(sums[1], basin_of_piece + 1, foreground)
-    peaks = compute_heights(torch.from_numpy(keys[maxima]).int()).to(pieces.device)
-    piece, neighbor, key = torch.cat([ends.new_zeros(3, 0), *passes], 1)
-    # There are many more passes than basins, so they stay on the device.
-    basins = torch.from_numpy(basin_of_piece)
-    device_basins = basins.to(pieces.device)
-    neighbor_piece = pieces.view(-1)[neighbor].long()
-    basin_passes = Passes(device_basins[piece], device_basins[neighbor_piece], compute_heights(key.int()))
-    voxels, foreground = torch.from_numpy(sums[:, 1:])
-    return Basins(basins, pieces[1:-1, 1:-1, 1:-1], peaks, voxels, foreground, basin_passes)
+def _select_highest_passes(passes: Tensor, num_basins: int) -> Tensor:
+    """Return the highest pass of each pair of basins, int64 [3, E]."""
+    pairs, inverse = torch.unique(passes[0].long() * num_basins + passes[1], return_inverse=True)
+    highest = passes.new_full((len(pairs),), BACKGROUND_KEY).scatter_reduce_(0, inverse, passes[2], "amax")
+    return torch.stack((pairs // max(num_basins, 1), pairs % max(num_basins, 1), highest))
 
 
 def encode_foreground(scores: Tensor) -> Tensor:
@@ -249,34 +140,10 @@ def encode_foreground(scores: Tensor) -> Tensor:
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
-def _encode_block(heights: Tensor, mask: Tensor, first: int, end: int) -> Tensor:
-    """Return the keys of some planes of the padded volume, int32 [L], including their padding."""
-    first_plane, end_plane = max(first - 1, 0), min(end - 1, len(heights))
-    keys = _compute_keys(heights[first_plane:end_plane])
-    lengths = (end_plane - first_plane, *heights.shape[1:])
-    z, y, x = (
-        (torch.arange(length, dtype=torch.int32, device=keys.device) + start + 1) % 3
-        for length, start in zip(lengths, (first_plane, 0, 0), strict=True)
-    )
-    keys += 9 * z[:, None, None] + 3 * y[:, None] + x
-    block = keys.new_full((end - first, *(length + 2 for length in heights.shape[1:])), BACKGROUND_KEY)
-    inner = block[first_plane + 1 - first : end_plane + 1 - first, 1:-1, 1:-1]
-    torch.where(mask[first_plane:end_plane], keys, keys.new_full((), BACKGROUND_KEY), out=inner)
-    return block.view(-1)
-
-
-def _compute_keys(heights: Tensor) -> Tensor:
-    """Map float32 heights to int32 keys of the same order. The position bits are zero."""
-    bits = heights.view(torch.int32)
-    # Modify in place, because each additional array of a large block would exceed the cache.
-    keys = bits >> 31
-    keys &= 0x7FFFFFFF
-    keys ^= bits
-    keys &= ~POSITION_BITS
-    return keys
-
-
-def compute_heights(keys: Tensor) -> Tensor:
-    """Invert `_compute_keys`, except for the dropped bits."""
-    ordered = keys & ~POSITION_BITS
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+def _encode_heights(heights: Tensor, mask: Tensor) -> Tensor:
+    """Return the keys of a volume that is padded by one background voxel on every side, int32 [L]."""
+    keys = compute_keys(heights)
+    for axis, (weight, length) in enumerate(zip((9, 3, 1), heights.shape, strict=True)):
+        digits = (torch.arange(length, dtype=torch.int32, device=keys.device) + 1) % 3 * weight
+        keys += digits.view([-1 if index == axis else 1 for index in range(3)])
+    return functional.pad(keys.masked_fill_(~mask, BACKGROUND_KEY), (1, 1, 1, 1, 1, 1), value=BACKGROUND_KEY).view(-1)

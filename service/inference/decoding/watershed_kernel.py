@@ -1,16 +1,16 @@
 """C++ watershed in CPU memory, block by block on several threads.
 
-Its labels are the same as those of `watershed.py` with `labels.label_basins`, no matter how the volume was divided. For
-a small volume, the PyTorch version needs hundreds of operations, each of which takes microseconds and releases the
-global interpreter lock. The kernel needs one call per slab.
+Its basins and passes are the same as those of `watershed.py`, no matter how the volume was divided. For a small volume,
+the PyTorch version needs a hundred operations, each of which takes microseconds and releases the global interpreter
+lock. The kernel needs one call per slab.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +19,17 @@ from torch import Tensor
 
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
-from service.core.types import Objects, choose_label_dtype
+from service.inference.decoding.pieces import Pieces, find_pieces_at_faces
 
-# Argument and result types of each function, as letters of `CppFunctions.KINDS`.
+# Argument and result types of each function, as letters of `CppFunctions.CTYPES`.
 SIGNATURES = (
-    ("stackseg_watershed", "pifdiqi", "p"),
+    ("stackseg_watershed", "pifdiqip", "p"),
     ("stackseg_free", "p", "-"),
     ("stackseg_slab", "ppippipq", "i"),
-    ("stackseg_objects", "pqi", "q"),
-    ("stackseg_object_properties", "pp", "-"),
-    ("stackseg_write_labels", "pppi", "-"),
-    ("stackseg_block", "pfdipippipp", "p"),
-    ("stackseg_block_pieces", "p", "q"),
-    ("stackseg_block_passes", "p", "q"),
-    ("stackseg_block_properties", "ppp", "-"),
-    ("stackseg_block_free", "p", "-"),
+    ("stackseg_block", "ppippipp", "i"),
+    ("stackseg_counts", "pp", "-"),
+    ("stackseg_properties", "ppp", "-"),
+    ("stackseg_look_up", "pqppii", "-"),
 )
 
 # Minimum number of voxels in a block. The arrays of a block of this size use 50 megabytes.
@@ -44,39 +40,19 @@ MIN_BLOCK_VOXELS = 2**22
 # uses 27 bytes per voxel instead of 9.
 MIN_BLOCK_PLANES = 8
 
-# Maximum number of voxels of a volume whose memory is allocated and freed within about 30 us.
-MAX_SMALL_VOLUME_VOXELS = 2**20
-
 # Positions in a block are 32-bit integers.
 MAX_INDEX = 2**31 - 1
 
-# Fixed-point representation of a foreground probability of 1. Integer sums do not depend on the order of the terms.
-PROBABILITY_ONE = 65536
-
 CPU = torch.device("cpu")
+
+Box = Sequence[tuple[int, int]]
+"""First index and exclusive end index along (z, y, x)."""
 
 _Int64x3 = ctypes.c_int64 * 3
 
 # Dtypes, in the order of their numbers in `watershed_kernel.cpp`.
 HEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 FOREGROUND_DTYPES = (*HEIGHT_DTYPES, torch.bool)
-
-
-# Function that returns a mask [N] of the objects to keep.
-ObjectFilter = Callable[[Objects], NDArray[np.bool_]]
-
-
-def keep_all_objects(objects: Objects) -> NDArray[np.bool_]:
-    """Return a mask that keeps all objects."""
-    return np.ones(len(objects), bool)
-
-
-def number_objects(is_kept: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the new number of each label, int32 [N + 1]; 0 for the background and for removed objects.
-
-    Objects whose entry in `is_kept` [N] is true are numbered from 1 in order.
-    """
-    return np.append(0, np.where(is_kept, is_kept.cumsum(), 0)).astype(np.int32)
 
 
 class WatershedParameters(NamedTuple):
@@ -91,35 +67,6 @@ class WatershedParameters(NamedTuple):
     threshold: float
     depth: float
     heights_are_logits: bool
-
-
-class Block(NamedTuple):
-    """A part of a volume; all sizes and positions are (z, y, x).
-
-    size         size of the block
-    origin       position of the block's first voxel in the volume
-    volume_size  size of the volume
-    """
-
-    size: Size
-    origin: Size
-    volume_size: Size
-
-
-class BlockPieces(NamedTuple):
-    """Pieces of one block, numbered from 1; 0 is the background.
-
-    pieces      int32 [Z, Y, X], the piece of every voxel
-    properties  int64 [P, 4], for each piece: flat index in the volume of the voxel at which its ascending paths end,
-                number of voxels, sum of their foreground probabilities, and key of the end voxel, as in `watershed`. If
-                the end voxel lies outside the block, it belongs to a piece of another block
-    passes      int32 [E, 3], for each pair of pieces that touch near their peaks: the two numbers in ascending order,
-                and the key of their highest pass
-    """
-
-    pieces: NDArray[np.int32]
-    properties: NDArray[np.int64]
-    passes: NDArray[np.int32]
 
 
 def choose_block_planes(size: Size, *, along_y: bool = False) -> int:
@@ -145,7 +92,7 @@ class WatershedKernel(CppFunctions):
         along_y: bool = False,
         block_planes: int | None = None,
         threads: int = 1,
-    ) -> IncrementalWatershed:
+    ) -> KernelWatershed:
         """Return a watershed to which no planes have been added yet.
 
         Raises ValueError if the size is not supported, and MemoryError if there is not enough memory.
@@ -160,48 +107,108 @@ class WatershedKernel(CppFunctions):
         block_planes = choose_block_planes(size, along_y=along_y) if block_planes is None else block_planes
         if min(size) < 1 or not self.supports(CPU, size):
             raise ValueError(f"the kernel does not support a volume of {size} voxels")
-        # Allocating a large amount of memory is slow and must not hold the global interpreter lock.
-        is_small = math.prod(size) <= MAX_SMALL_VOLUME_VOXELS
-        functions = self._functions_with_gil if is_small else self._functions
-        handle = functions.stackseg_watershed(_Int64x3(*size), along_y, *parameters, block_planes, threads)
-        if handle is None:
-            raise MemoryError(f"not enough memory for the watershed of a volume of {size} voxels")
-        return IncrementalWatershed(handle, self._functions, functions, size, along_y=along_y)
+        pieces = np.empty(size, np.int32)
+        arguments = (_Int64x3(*size), along_y, *parameters, block_planes, threads)
+        return KernelWatershed(self._functions, pieces, arguments)
 
     def find_pieces(
-        self, block: Block, heights: Tensor, foreground: Tensor, parameters: WatershedParameters
-    ) -> BlockPieces:
-        """Return the pieces of a block.
+        self, box: Box, volume_size: Size, heights: Tensor, foreground: Tensor, parameters: WatershedParameters
+    ) -> tuple[NDArray[np.int32], Pieces]:
+        """Return the piece of each voxel in a box of a volume, from 1, and the pieces. The background is 0.
 
-        heights     float32 or bfloat16 [z, y, x] on the CPU, of the block with a one-voxel margin clipped to the volume
+        If the end of a piece lies outside the box, the paths continue in a piece of another box.
+
+        heights     float32 or bfloat16 [z, y, x] on the CPU, of the box with a one-voxel margin clipped to the volume
         foreground  scores of the same voxels, float32 or bfloat16, which are compared with the threshold; or a bool
                     mask
 
-        Raises OSError if the library is not available, ValueError if the tensors or the block size are not supported,
-        and MemoryError if there is not enough memory.
+        Raises OSError if the library is not available, ValueError if the tensors or the size of the box are not
+        supported, and MemoryError if there is not enough memory.
         """
         self.require()
-        size, origin, volume_size = block
-        end = [first + length for first, length in zip(origin, size, strict=True)]
-        first_score = [max(first - 1, 0) for first in origin]
-        shape = [
-            min(last + 1, length) - first for last, length, first in zip(end, volume_size, first_score, strict=True)
-        ]
-        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
+        first, end = zip(*box, strict=True)
+        size = [last - start for start, last in box]
+        first_score = [max(start - 1, 0) for start in first]
+        shape = [min(last + 1, n) - start for last, n, start in zip(end, volume_size, first_score, strict=True)]
         if math.prod(length + 2 for length in size) > MAX_INDEX:
             raise ValueError(f"a block of {size} voxels is too large for 32-bit indices")
         pieces = np.empty(size, np.int32)
-        geometry = (ctypes.c_int64 * 12)(*origin, *end, *volume_size, *first_score)
-        handle = self._functions.stackseg_block(geometry, *parameters, *values, pieces.ctypes.data)
-        if handle is None:
-            raise MemoryError(f"not enough memory for a block of {size} voxels")
-        try:
-            properties = np.empty((self._functions.stackseg_block_pieces(handle), 4), np.int64)
-            passes = np.empty((self._functions.stackseg_block_passes(handle), 3), np.int32)
-            self._functions.stackseg_block_properties(handle, properties.ctypes.data, passes.ctypes.data)
-        finally:
-            self._functions.stackseg_block_free(handle)
-        return BlockPieces(pieces, properties, passes)
+        arguments = (_Int64x3(*volume_size), False, *parameters, 0, 1)
+        watershed = KernelWatershed(self._functions, pieces, arguments)
+        watershed.call("stackseg_block", heights, foreground, shape, (ctypes.c_int64 * 9)(*first, *end, *first_score))
+        return pieces, watershed.collect_pieces(first, volume_size)
+
+
+class KernelWatershed:
+    """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`.
+
+    pieces     memory for the piece of each voxel, int32 [Z, Y, X]
+    arguments  arguments of `stackseg_watershed`, without the pieces
+    """
+
+    def __init__(self, functions: ctypes.CDLL, pieces: NDArray[np.int32], arguments: tuple[Any, ...]) -> None:
+        self._functions, self._pieces = functions, pieces
+        _, self._along_y, *_, self._threads = arguments
+        self._num_missing_planes = pieces.shape[self._along_y]
+        self._handle = functions.stackseg_watershed(*arguments, pieces.ctypes.data)
+        if self._handle is None:
+            raise MemoryError(f"not enough memory for the watershed of {pieces.shape} voxels")
+
+    def __del__(self) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Free the memory of the kernel."""
+        self._functions.stackseg_free(self._handle)
+        self._handle = None
+
+    def call(self, name: str, heights: Tensor, foreground: Tensor, shape: Sequence[int], argument: object) -> None:
+        """Call the function that adds scores of this shape. Raises ValueError and MemoryError as `add`."""
+        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
+        if getattr(self._functions, name)(self._handle, *values, argument):
+            raise MemoryError("not enough memory for the pieces of a watershed")
+
+    def add(self, heights: Tensor, foreground: Tensor) -> None:
+        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X].
+
+        Raises ValueError if the planes do not match the volume, and MemoryError if there is not enough memory.
+
+        heights     float32 or bfloat16
+        foreground  float32 or bfloat16 scores, which are compared with the threshold; or a bool mask
+        """
+        num_planes = heights.shape[self._along_y]
+        shape = list(self._pieces.shape)
+        shape[self._along_y] = num_planes
+        if num_planes > self._num_missing_planes:
+            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
+        self.call("stackseg_slab", heights, foreground, shape, num_planes)
+        self._num_missing_planes -= num_planes
+
+    def find_pieces(self) -> tuple[Pieces, NDArray[np.int32]]:
+        """Return the pieces and the link of each piece, as in `join_pieces`, after all planes have been added."""
+        if self._num_missing_planes:
+            raise ValueError(f"{self._num_missing_planes} planes are missing")
+        pieces = self.collect_pieces()
+        self.free()
+        return pieces, self._pieces.ravel()[pieces.position] - 1
+
+    def collect_pieces(self, origin: Sequence[int] = (0, 0, 0), volume_size: Sequence[int] = ()) -> Pieces:
+        """Return the pieces of all planes, or of the box that has been added; see `find_pieces_at_faces`."""
+        counts = (ctypes.c_int64 * 2)()
+        self._functions.stackseg_counts(self._handle, counts)
+        properties, passes = np.empty((4, counts[0]), np.int64), np.empty((3, counts[1]), np.int32)
+        self._functions.stackseg_properties(self._handle, properties.ctypes.data, passes.ctypes.data)
+        touches_face = find_pieces_at_faces(self._pieces, counts[0], origin, volume_size)
+        return Pieces(properties[0], properties[1].astype(np.int32), properties[2:], touches_face, passes)
+
+    def look_up(self, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+        """Return the label of each voxel [Z, Y, X], uint16 or uint32, given those of the background and the pieces."""
+        labels = np.empty(self._pieces.shape, label_of_piece.dtype)
+        self._functions.stackseg_look_up(
+            *(self._pieces.ctypes.data, self._pieces.size),
+            *(label_of_piece.ctypes.data, labels.ctypes.data, labels.itemsize, self._threads),
+        )
+        return labels
 
 
 def _describe(
@@ -214,64 +221,6 @@ def _describe(
             f" {tensor.dtype} with shape {list(tensor.shape)}"
         )
     return tensor.data_ptr(), dtypes.index(tensor.dtype), _Int64x3(*tensor.stride())
-
-
-class IncrementalWatershed:
-    """Watershed of a height map that arrives plane by plane, created by `WatershedKernel.start`."""
-
-    def __init__(
-        self, handle: int, functions: ctypes.CDLL, cheap_functions: ctypes.CDLL, size: Size, *, along_y: bool
-    ) -> None:
-        self._handle, self._size, self._along_y = handle, size, along_y
-        self._functions, self._cheap_functions = functions, cheap_functions
-        self._num_missing_planes = size[along_y]
-
-    def __del__(self) -> None:
-        self._cheap_functions.stackseg_free(self._handle)
-
-    def add(self, heights: Tensor, foreground: Tensor) -> None:
-        """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X].
-
-        Raises ValueError if the planes do not match the volume, and MemoryError if there is not enough memory.
-
-        heights     float32 or bfloat16
-        foreground  float32 or bfloat16 scores, which are compared with the threshold; or a bool mask
-        """
-        num_planes = heights.shape[self._along_y]
-        shape = list(self._size)
-        shape[self._along_y] = num_planes
-        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
-        if num_planes > self._num_missing_planes:
-            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
-        self._num_missing_planes -= num_planes
-        if self._functions.stackseg_slab(self._handle, *values, num_planes):
-            raise MemoryError("not enough memory for the pieces of a watershed")
-
-    def label_objects(
-        self, minimum_size: int, *, drop_border: bool, object_filter: ObjectFilter = keep_all_objects
-    ) -> tuple[NDArray[np.unsignedinteger], Objects]:
-        """Return labels [Z, Y, X] from 1, uint16 or uint32, and the objects, after all planes have been added.
-
-        minimum_size   minimum number of voxels of an object
-        drop_border    whether to remove objects that touch a face of the volume; axes that are only one voxel long
-                       have no faces
-        object_filter  selects which of the remaining objects get a label
-        """
-        if self._num_missing_planes:
-            raise ValueError(f"{self._num_missing_planes} planes are missing")
-        num_objects = self._functions.stackseg_objects(self._handle, minimum_size, drop_border)
-        if num_objects < 0:
-            raise MemoryError("not enough memory for the objects of a watershed")
-        properties = np.empty((num_objects, 3))
-        self._cheap_functions.stackseg_object_properties(self._handle, properties.ctypes.data)
-        objects = Objects.from_sums(*properties.T)
-        is_kept = object_filter(objects)
-        objects, label_numbers = objects.select(is_kept), number_objects(is_kept)
-        labels: NDArray[np.unsignedinteger] = np.empty(self._size, choose_label_dtype(len(objects)))
-        self._functions.stackseg_write_labels(
-            self._handle, label_numbers.ctypes.data, labels.ctypes.data, labels.itemsize
-        )
-        return labels, objects
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)

@@ -13,7 +13,6 @@ from service.core.buffers import Allocator
 from service.core.quantities import Size
 from service.core.types import CancellationCheck, Extent, OutputKind, Segmentation, never_cancelled
 from service.inference.decoding.decoders import Decoder, make_decoder
-from service.inference.decoding.instances import WatershedFactory
 from service.inference.preprocessing.interpolation import Resampling
 from service.inference.preprocessing.resample import (
     MAX_SCORES_PER_STEP,
@@ -42,30 +41,22 @@ class DecoderFactory:
     cancelled: CancellationCheck = never_cancelled
     threads: int = 1
 
-    def __call__(self, *, start_watershed: WatershedFactory | None = None) -> Decoder:
-        """Return a decoder. `start_watershed` is the argument of `make_decoder`."""
-        stack_size, voxel_size = as_size(self.volume.shape[1:]), self.volume.voxel_size
-        if self.size == stack_size or not resamples_scores(self.spec, self.output):
-            return make_decoder(
-                self.spec,
-                self.size,
-                self.output,
-                voxel_size,
-                self.allocate,
-                start_watershed=start_watershed,
-                cancelled=self.cancelled,
-                threads=self.threads,
-            )
-        resampling = Resampling(self.size, stack_size, choose_score_interpolation(self.volume, self.spec))
+    def __call__(self) -> Decoder:
+        """Return a decoder."""
+        stack_size = as_size(self.volume.shape[1:])
+        is_resampled = self.size != stack_size and resamples_scores(self.spec, self.output)
         decoder = make_decoder(
             self.spec,
-            stack_size,
+            stack_size if is_resampled else self.size,
             self.output,
-            voxel_size,
+            self.volume.voxel_size,
             self.allocate,
             cancelled=self.cancelled,
             threads=self.threads,
         )
+        if not is_resampled:
+            return decoder
+        resampling = Resampling(self.size, stack_size, choose_score_interpolation(self.volume, self.spec))
         return ScoreResampler(decoder, resampling)
 
 

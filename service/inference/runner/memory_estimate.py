@@ -12,8 +12,11 @@ from torch import nn
 from service.core.quantities import Size
 from service.core.types import Extent, OutputKind
 from service.inference.cuda.device_image import count_buffer_bytes, count_image_bytes, count_uploaded_bytes
-from service.inference.cuda.watershed import estimate_watershed_bytes
-from service.inference.decoding.decoders import DecodingMemory, estimate_decoding_memory
+from service.inference.decoding.decoders import (
+    DecodingMemory,
+    estimate_decoding_memory,
+    estimate_watershed_bytes,
+)
 from service.inference.decoding.watershed_kernel import CPU
 from service.inference.preprocessing.resample import compute_working_size, count_score_bytes, resamples_scores
 from service.inference.types import Plan, ResourceEstimate
@@ -61,7 +64,7 @@ def _estimate_windows(
     num_active_windows = min(memory.streams, -(-grid.num_windows // plan.sw_batch_size)) * plan.sw_batch_size
     decoding_memory, device_decoding_bytes = _estimate_decoding_memory(spec, plan.output, size, stored_size), 0
     if _decodes_on_device(spec, plan, memory):
-        # For each voxel, the host receives the index of its watershed piece, and converts it to a label.
+        # For each voxel, the host receives the number of its basin, and converts it to a label.
         decoding_memory, device_decoding_bytes = DecodingMemory(8 * math.prod(size)), estimate_watershed_bytes(size)
     # If the result is stored on disk, the planes from which a layer of windows is cut are still held in memory.
     host_bytes, device_bytes = decoding_memory.host_bytes, 0

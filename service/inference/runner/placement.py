@@ -38,7 +38,7 @@ class Placement(Protocol):
         On the host, this is `image` itself.
         """
 
-    def choose_decoder_factory(self, make: Callable[..., Decoder], plan: Plan, /) -> Callable[[], Decoder]:
+    def choose_decoder_factory(self, make: Callable[[], Decoder], plan: Plan, /) -> Callable[[], Decoder]:
         """Return a function that creates the decoder of a request.
 
         `make` is `make_decoder` with all of its arguments bound, except those that depend on the placement.
@@ -60,5 +60,5 @@ class HostPlacement:
     def place_image(self, image: Image, _depth: int, /) -> Image:
         return image
 
-    def choose_decoder_factory(self, make: Callable[..., Decoder], _plan: Plan, /) -> Callable[[], Decoder]:
+    def choose_decoder_factory(self, make: Callable[[], Decoder], _plan: Plan, /) -> Callable[[], Decoder]:
         return make

@@ -19,7 +19,6 @@ from service.core.quantities import Diameter, ObjectVolume
 from service.core.types import Options, PostprocessingOptions, Selection
 from service.formats import stack_reader
 from service.formats.zarr import writer as zarr_writer
-from service.inference.blockwise.objects import join
 from service.inference.blockwise.output import collect_table
 from service.inference.blockwise.run_folder import Step, open_run
 from service.inference.measurements import measure_objects
@@ -102,12 +101,7 @@ FAST_CASES = {("odd groups", "keep"), ("single windows", "fill"), ("empty window
         for holes in ("keep", "fill")
     ],
 )
-def test_labels_equal_those_of_the_whole_volume(
-    case, holes, tmp_path, write_model, random_nuclei_content, monkeypatch
-) -> None:
-    """The pieces and passes are merged in small portions."""
-    monkeypatch.setattr(join, "PIECES_PER_STEP", 100)
-    monkeypatch.setattr(join, "PASSES_PER_STEP", 50)
+def test_labels_equal_those_of_the_whole_volume(case, holes, tmp_path, write_model, random_nuclei_content) -> None:
     windows, decoding, options = CASES[case]
     spec = write_model(detect_objects(expect_diameter(random_nuclei_content, 6.0), holes=holes, **decoding))
     pixels, has_empty = make_hills(SHAPE, 3), "empty windows" in case

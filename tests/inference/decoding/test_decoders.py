@@ -18,13 +18,18 @@ from torch import Tensor
 from service.core.buffers import allocate_on_disk
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, OutputKind, Segmentation
-from service.inference.cuda.watershed import estimate_watershed_bytes
-from service.inference.decoding.basin_merging import Persistence
-from service.inference.decoding.decoders import CACHE_VOXELS, estimate_decoding_memory, make_decoder, split_planes
+from service.inference.decoding.decoders import (
+    CACHE_VOXELS,
+    estimate_decoding_memory,
+    estimate_watershed_bytes,
+    make_decoder,
+    split_planes,
+)
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.streaming import Planes, TorchWatershed
+from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.streaming import TorchWatershed
 from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances, Regions
@@ -388,7 +393,7 @@ def test_the_memory_estimate_distinguishes_host_memory_and_disk(bands: ModelSpec
     labels = estimate_decoding_memory(random_nuclei, "labels", size)
     assert labels.disk_bytes == 0
     assert estimate_watershed_bytes(size) > labels.host_bytes > 8 * voxels
-    assert 36 * 66 * 514 * 514 < estimate_watershed_bytes(size) < 64 * voxels, "a block includes the rims of its planes"
+    assert 36 * 66 * 514 * 514 < estimate_watershed_bytes(size) < 64 * voxels, "including padding"
     assert estimate_decoding_memory(bands, "classes", size) == (voxels, 0)
     large = 4 * len(bands.outputs) * 2 * voxels
     assert estimate_decoding_memory(bands, "probabilities", (128, 512, 512)) == (0, large)
@@ -401,7 +406,7 @@ def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None
 
         def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
             persistence = Persistence(parameters.depth, heights_are_logits=parameters.heights_are_logits)
-            watershed = TorchWatershed(Planes(size, torch.device("cpu")), parameters.threshold, persistence)
+            watershed = TorchWatershed(size, torch.device("cpu"), parameters.threshold, persistence)
             references.append(weakref.ref(watershed))
             return watershed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,9 @@ import torch
 from fakes import bind_to_variants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from landscapes import CPU, Array, Size, make_hills
+from landscapes import CPU, Array, Size, choose_by_size, make_hills
 
 from service.core.types import Objects, Segmentation
-from service.inference.cuda.watershed import merge_basins_on_device
-from service.inference.decoding.basin_merging import Persistence
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.instances import (
     InstanceDecoder,
@@ -24,14 +21,14 @@ from service.inference.decoding.instances import (
     compute_min_object_voxels,
 )
 from service.inference.decoding.labels import keep_objects, look_up_labels
-from service.inference.decoding.streaming import Planes, StreamingWatershed, TorchWatershed
+from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, label_objects
 from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 
-IMPLEMENTATIONS = ("kernel", "torch", "device")
-
-DeviceWatershed = partial(TorchWatershed, merge=merge_basins_on_device)
+IMPLEMENTATIONS = ("kernel", "torch")
+PERSISTENCE = Persistence(0.1, heights_are_logits=False)
 
 
 def make_watershed(implementation: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
@@ -43,8 +40,7 @@ def make_watershed(implementation: str, heights: Array, *, along_y: bool = False
             size, WatershedParameters(-np.inf, 0.1, heights_are_logits=False), along_y=along_y
         )
     else:
-        torch_watershed = DeviceWatershed if implementation == "device" else TorchWatershed
-        watershed = torch_watershed(Planes(size, CPU, along_y), -np.inf, Persistence(0.1, heights_are_logits=False))
+        watershed = TorchWatershed(size, CPU, -np.inf, PERSISTENCE, along_y=along_y)
     tensor = torch.from_numpy(heights)
     watershed.add(tensor, tensor)
     return watershed
@@ -80,18 +76,19 @@ def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order
     along_y: bool,
 ) -> None:
     heights = make_hills(seed, size)
-    labels, objects = make_watershed(implementation, heights, along_y=along_y).label_objects(
-        minimum_size, drop_border=drop_border
-    )
+    choose = choose_by_size(minimum_size, drop_border=drop_border)
+    labels, objects = label_objects(make_watershed(implementation, heights, along_y=along_y), PERSISTENCE, choose)
     is_kept = np.random.default_rng(seed).random(len(objects)) < kept_fraction
     expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), is_kept)
 
-    def select(found: Objects) -> Array:
-        assert np.array_equal(found.voxel_counts, objects.voxel_counts)
-        return is_kept
+    def select(found: Objects, touches_face: Array) -> Array:
+        is_chosen = choose(found, touches_face)
+        assert np.array_equal(found.voxel_counts[is_chosen], objects.voxel_counts)
+        is_chosen[is_chosen] = is_kept
+        return is_chosen
 
     watershed = make_watershed(implementation, heights, along_y=along_y)
-    assert_equal(*watershed.label_objects(minimum_size, drop_border=drop_border, object_filter=select), expected)
+    assert_equal(*label_objects(watershed, PERSISTENCE, select), expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -101,8 +98,8 @@ def test_the_dtype_of_labels_depends_on_the_number_of_kept_objects(
 ) -> None:
     heights = np.full((82, 82, 82), -np.inf, np.float32)
     heights[::2, ::2, ::2] = 1.0
-    labels, objects = make_watershed(implementation, heights).label_objects(
-        0, drop_border=False, object_filter=lambda found: np.arange(len(found)) >= removed
+    labels, objects = label_objects(
+        make_watershed(implementation, heights), PERSISTENCE, lambda found, _: np.arange(len(found)) >= removed
     )
     assert len(objects) == 41**3 - removed
     assert labels.dtype == dtype
@@ -158,9 +155,7 @@ def test_the_decoder_filters_objects_like_finished_labels(
     def decode(changes: dict[str, Any]) -> Segmentation:
         instances = Instances.model_validate({"kind": "instances", "persistence": 0.05} | changes)
         kernel = watershed_kernel if implementation == "kernel" else bind_to_variants(watershed_kernel)
-        decoder = InstanceDecoder(
-            spec, instances, size, None, kernel, start_watershed=DeviceWatershed if implementation == "device" else None
-        )
+        decoder = InstanceDecoder(spec, instances, size, None, kernel)
         decoder.add(0, 0, scores)
         return decoder.finish()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core.types import Array, choose_label_dtype
+from service.core.types import Array
 from service.inference.blockwise.layout import TILES_PER_REGION, Box, get_lengths
 from service.inference.blockwise.tiles import (
     count_nearest_voxels,
@@ -29,8 +29,8 @@ from service.inference.decoding.filters.fill_holes import (
     label_groups,
     list_faces,
 )
+from service.inference.decoding.labels import number_objects
 from service.inference.decoding.postprocessing import compute_min_voxels, require_instances
-from service.inference.decoding.watershed_kernel import number_objects
 
 if TYPE_CHECKING:
     from service.inference.blockwise.layout import Layout
@@ -50,7 +50,7 @@ def _read_piece_labels(run: OpenRun, tile: int) -> Array:
     num_pieces = run.folder.read_record("tile", tile).get("pieces", 0)
     piece_labels = np.zeros(num_pieces + 1, labels.dtype)
     if num_pieces:
-        pieces = read_region_pieces(run, region, np.full(num_pieces, tile), np.arange(1, num_pieces + 1))
+        pieces = read_region_pieces(run, region, np.full(num_pieces, tile), np.arange(num_pieces))
         piece_labels[1:] = labels[run.folder.read_array("offsets.npy")[region] + pieces]
     return piece_labels
 
@@ -207,10 +207,9 @@ def choose_objects(run: OpenRun) -> dict[str, Any]:
     is_kept = np.ones(len(stack_voxels), bool)
     if run.plan.layout.size != run.plan.size:
         is_kept = stack_voxels >= max(compute_min_voxels(run.plan.options.postprocessing, run.plan), 1)
-    num_objects = int(is_kept.sum())
-    run.folder.write_array("numbers.npy", number_objects(is_kept).astype(choose_label_dtype(num_objects)))
+    run.folder.write_array("numbers.npy", number_objects(is_kept))
     run.folder.write_array("objects.npy", np.stack(properties)[:, is_kept])
-    return {"objects": num_objects}
+    return {"objects": int(is_kept.sum())}
 
 
 def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:

@@ -1,0 +1,259 @@
+"""Pieces of watershed basins: pieces of all parts of a volume are joined to basins, and basins are merged to objects.
+
+A path that leaves its part of the volume ends there, and continues in a piece of another part. A pass is the highest
+point on the border between two pieces, that is, the saddle between their peaks. Basins are merged across shallow
+passes, so that an object with two similar maxima stays one object.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from service.core.native.library import CppFunctions
+from service.core.types import Objects
+
+if TYPE_CHECKING:
+    from service.models.spec import ModelSpec
+    from service.models.spec_parts import Instances
+
+# The last five bits of a key contain the position of the voxel modulo 3 along each axis, to identify neighbors.
+POSITION_BITS = 0b11111
+# Fixed-point representation of a foreground probability of 1. Integer sums do not depend on the order of the terms.
+PROBABILITY_ONE = 65536
+# Smallest normal float32: smaller numbers have fewer significant bits.
+MIN_DEPTH = float(np.finfo(np.float32).tiny)
+
+
+def compute_keys(heights: Tensor) -> Tensor:
+    """Map float32 heights to int32 keys of the same order. The position bits are zero."""
+    bits = heights.view(torch.int32)
+    # Modify in place, because each additional array of a large volume would exceed the cache.
+    keys = bits >> 31
+    keys &= 0x7FFFFFFF
+    keys ^= bits
+    keys &= ~POSITION_BITS
+    return keys
+
+
+def compute_heights(keys: Tensor) -> Tensor:
+    """Invert `compute_keys`, except for the dropped bits."""
+    ordered = keys & ~POSITION_BITS
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
+
+
+class Persistence(NamedTuple):
+    """How far a pass must lie below the lower of two peaks for the peaks to become separate objects.
+
+    persistence         this depth, in units of the distance
+    heights_are_logits  whether heights are logits of the distance, which have the same order and save a sigmoid per
+                        voxel
+    """
+
+    persistence: float
+    heights_are_logits: bool
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, decoding: Instances) -> Self:
+        """Return the persistence that a model specifies for its distances."""
+        return cls(decoding.persistence, heights_are_logits=spec.get_activation(decoding.distance) == "sigmoid")
+
+    @property
+    def depth(self) -> float:
+        """Minimum depth. It is positive, so that neighboring maxima of one plateau count as one maximum."""
+        return max(self.persistence, MIN_DEPTH)
+
+    def get_distances(self, keys: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Return the distances that belong to keys. Equal keys give equal distances at every position."""
+        ordered = keys.astype(np.int32) & ~POSITION_BITS
+        heights = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(np.float32).astype(np.float64)
+        if not self.heights_are_logits:
+            return heights
+        # NumPy uses no threads. Threads of PyTorch would wait for each other if other requests use the cores.
+        with np.errstate(over="ignore"):
+            return 1 / (1 + np.exp(-heights))
+
+    def compute_floors(self, peaks: Tensor) -> Tensor:
+        """Return for each peak the minimum height of a shallow pass, rounded down. Input and output are float32 [R]."""
+        floors = peaks.double()
+        if self.heights_are_logits:
+            floors = torch.logit((torch.sigmoid(floors) - self.depth).clamp(0, 1))
+        else:
+            floors -= self.depth
+        return (floors - 1e-5 * floors.abs()).float()
+
+
+class Pieces(NamedTuple):
+    """Pieces of a part of a volume, numbered from 0.
+
+    position      flat index in the volume of the voxel at which the ascending paths of a piece end, int64 [P]
+    key           key of this voxel, int32 [P]; see `compute_keys`
+    sums          sums over the voxels of each piece, int64 [S, P]: their number, their foreground probabilities times
+                  `PROBABILITY_ONE`, and other values
+    touches_face  whether a piece touches a face of the volume, bool [P]
+    passes        pairs of pieces that touch near their peaks, and the key of their highest pass, integers [3, E]. Pairs
+                  may occur several times, and their pieces may belong to the same basin
+    """
+
+    position: NDArray[np.int64]
+    key: NDArray[np.int32]
+    sums: NDArray[np.int64]
+    touches_face: NDArray[np.bool_]
+    passes: NDArray[np.integer]
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Pieces]) -> Pieces:
+        """Return the pieces of several parts of a volume, which get consecutive numbers."""
+        offsets = itertools.accumulate((len(part.key) for part in parts), initial=0)
+        parts = [
+            part._replace(passes=part.passes + np.array([[offset], [offset], [0]]))
+            for part, offset in zip(parts, offsets, strict=False)
+        ]
+        return cls(*(np.concatenate(columns, -1) for columns in zip(NO_PIECES, *parts, strict=True)))
+
+
+NO_PIECES = Pieces(
+    np.zeros(0, np.int64),
+    np.zeros(0, np.int32),
+    np.zeros((3, 0), np.int64),
+    np.zeros(0, np.bool_),
+    np.zeros((3, 0), np.int64),
+)
+
+
+def join_pieces(
+    pieces: Pieces, link: NDArray[np.integer], persistence: Persistence
+) -> tuple[Pieces, NDArray[np.integer]]:
+    """Join the pieces whose paths lead to the same end.
+
+    link  the piece in which the paths of each piece continue; a piece is linked to itself if they end there
+
+    Returns the joined pieces in the order of their positions, and the joined piece of each piece. Passes that are too
+    deep to merge two pieces are removed. This is possible before all pieces are known, because the peak of a basin is
+    at least as high as the voxel where a path leaves a part of the volume.
+    """
+    while not np.array_equal(next_link := link[link], link):
+        link = next_link
+    ends = np.flatnonzero(link == np.arange(len(link)))
+    ends = ends[pieces.position[ends].argsort()]
+    number = np.empty_like(link)
+    number[ends] = np.arange(len(ends))
+    number = number[link]
+    sums, touches_face = np.zeros((len(pieces.sums), len(ends)), np.int64), np.zeros(len(ends), np.bool_)
+    for total, values in zip(sums, pieces.sums, strict=True):
+        np.add.at(total, number, values)
+    touches_face[number[pieces.touches_face]] = True
+    passes = _select_shallow_passes(number[pieces.passes[:2]], pieces.passes[2], pieces.key[ends], persistence)
+    return Pieces(pieces.position[ends], pieces.key[ends], sums, touches_face, passes), number
+
+
+def _select_shallow_passes(
+    pairs: NDArray[np.integer], keys: NDArray[np.integer], peak_keys: NDArray[np.int32], persistence: Persistence
+) -> NDArray[np.integer]:
+    """Return the passes that may merge the two pieces of a pair, with the lower number first, as in `Pieces`."""
+    peaks = persistence.get_distances(peak_keys)
+    first, second = pairs.min(0), pairs.max(0)
+    depths = np.minimum(peaks[first], peaks[second]) - persistence.get_distances(keys)
+    is_shallow = (first != second) & (depths < persistence.depth)
+    return np.stack((first[is_shallow], second[is_shallow], keys[is_shallow]))
+
+
+def find_objects(
+    pieces: Pieces, link: NDArray[np.integer], persistence: Persistence
+) -> tuple[Pieces, NDArray[np.integer]]:
+    """Return the objects of a volume, in the order of their highest basins, and the object of each piece.
+
+    link  as in `join_pieces`
+    """
+    basins, basin_of_piece = join_pieces(pieces, link, persistence)
+    objects, object_of_basin = join_pieces(basins, merge_basins(basins, persistence), persistence)
+    return objects, object_of_basin[basin_of_piece]
+
+
+def describe_objects(objects: Pieces, persistence: Persistence) -> Objects:
+    """Return the statistics of objects."""
+    return Objects.from_sums(objects.sums[0], objects.sums[1] / PROBABILITY_ONE, persistence.get_distances(objects.key))
+
+
+def merge_basins(basins: Pieces, persistence: Persistence) -> NDArray[np.int64]:
+    """Merge each basin into a higher neighbor if its peak rises above their pass by less than the persistence.
+
+    Returns a link of each basin to a basin that is at least as high, or to itself, int64 [R]. Passes are processed from
+    the highest to the lowest, as in the merge tree of a height function (Edelsbrunner, Letscher and Zomorodian 2002).
+    Passes of equal height are sorted by their basins. If two basins are equally high, the second is merged into the
+    first.
+
+    basins  result of `join_pieces`, which removes passes that are too deep: merging only raises peaks
+    """
+    peaks, heights = persistence.get_distances(basins.key), persistence.get_distances(basins.passes[2])
+    first, second = basins.passes[:2].astype(np.int64)
+    order = np.lexsort((second, first, -heights))
+    passes = ShallowPasses(first[order], second[order], heights[order])
+    link = np.arange(len(peaks))
+    merge = merge_kernel.merge if merge_kernel.is_available else merge_in_python
+    merge(peaks, passes, persistence.depth, link)
+    return link
+
+
+class ShallowPasses(NamedTuple):
+    """Passes from the highest to the lowest: pairs of basins, int64 [E] each, and the distances, float64 [E]."""
+
+    first: NDArray[np.int64]
+    second: NDArray[np.int64]
+    heights: NDArray[np.float64]
+
+
+class MergeKernel(CppFunctions):
+    """Python interface to the C++ function that merges basins."""
+
+    def merge(self, peaks: NDArray[np.float64], passes: ShallowPasses, depth: float, link: NDArray[np.int64]) -> None:
+        """Merge basins as `merge_in_python` does."""
+        columns = (column.ctypes.data for column in passes)
+        self._functions.stackseg_merge(peaks.ctypes.data, *columns, len(passes.heights), depth, link.ctypes.data)
+
+
+merge_kernel = MergeKernel((("stackseg_merge", "ppppqdp", "-"),))
+"""The C++ function of this process that merges basins."""
+
+
+def merge_in_python(peaks: NDArray[np.float64], passes: ShallowPasses, depth: float, link: NDArray[np.int64]) -> None:
+    """Merge the basins of each pass in order, if the lower peak rises above the pass by less than `depth`.
+
+    link  link of each basin [R] to a basin that is at least as high, or to itself; updated in place
+    """
+
+    def find_root(basin: int) -> int:
+        while link[basin] != basin:
+            link[basin] = link[link[basin]]
+            basin = link[basin]
+        return basin
+
+    for first, second, height in zip(*(column.tolist() for column in passes), strict=True):
+        high, low = find_root(first), find_root(second)
+        if peaks[high] < peaks[low]:
+            high, low = low, high
+        if high != low and peaks[low] - height < depth:
+            link[low] = high
+
+
+def find_pieces_at_faces(
+    pieces: NDArray[np.integer], count: int, origin: Sequence[int] = (0, 0, 0), size: Sequence[int] = ()
+) -> NDArray[np.bool_]:
+    """Return which of `count` pieces touch a face of the volume. Axes that are only one voxel long have no faces.
+
+    pieces  piece of each voxel in a part of the volume [z, y, x], from 1; 0 is the background
+    origin  first voxel of this part
+    size    size of the volume, if the part is not the whole volume
+    """
+    touches_face = np.zeros(count + 1, np.bool_)
+    for axis, (first, part_length, length) in enumerate(zip(origin, pieces.shape, size or pieces.shape, strict=True)):
+        for side, is_face in ((0, first == 0), (-1, first + part_length == length)):
+            if is_face and length > 1:
+                touches_face[pieces.take(side, axis)] = True
+    return touches_face[1:]
