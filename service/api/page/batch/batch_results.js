@@ -229,12 +229,11 @@ function createReportRow(entry, correctionCounts) {
 
 /** @param {Entry} entry @param {import("./corrections.js").CorrectionCounts} correctionCounts @returns {string} number of displayed objects, which the files contain */
 function formatObjectCount(entry, correctionCounts) {
-  const { shown, total } = countObjects(entry, correctionCounts);
+  const { shown, total, isOutdated } = countObjects(entry, correctionCounts);
   const countText = shown === total ? formatNumber(shown) : `${formatNumber(shown)} of ${formatNumber(total ?? NaN)}`;
   const corrections = correctionCounts.get(entry.job)?.corrections;
-  return corrections && isSingleTimePoint(entry)
-    ? `${countText}, with ${formatCount(corrections, "correction")}`
-    : countText;
+  if (!corrections) return countText;
+  return `${countText}${isOutdated ? " before" : ", with"} ${formatCount(corrections, "correction")}`;
 }
 
 /** @param {number | null} confidence from 0 to 1 @returns {string} */

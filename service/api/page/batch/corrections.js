@@ -27,10 +27,18 @@ export async function loadCorrectionCounts() {
   return counts;
 }
 
-/** Count the objects of a result. @param {Entry} entry @param {CorrectionCounts} correctionCounts @returns {{shown: number, total: number | null}} shown: number of objects within the filters; total: null for a result without objects */
+/**
+ * Count the objects of a result.
+ * @param {Entry} entry @param {CorrectionCounts} correctionCounts
+ * @returns {{shown: number, total: number | null, isOutdated: boolean}} shown: number of objects within the filters; total: null for a result
+ *   without objects; isOutdated: whether these are the numbers before the corrections, because those of corrected results are known only for
+ *   the recent results of this browser
+ */
 export function countObjects({ job, report }, correctionCounts) {
-  const total = correctionCounts.get(job)?.objects ?? report?.objects ?? null;
-  return { shown: Math.min(loadShownCounts().get(job) ?? total ?? 0, total ?? 0), total };
+  const corrected = correctionCounts.get(job);
+  const total = corrected?.objects ?? report?.objects ?? null;
+  const shown = Math.min(loadShownCounts().get(job) ?? total ?? 0, total ?? 0);
+  return { shown, total, isOutdated: corrected?.objects === null };
 }
 
 /** @param {Entry} entry @returns {boolean} whether the corrections of a result can be exported with the batch; each time point of a time series is corrected separately */

@@ -183,10 +183,11 @@ export class EntryRow {
     if (report === null) return [];
     const confidence = formatConfidence(report.confidence ?? null);
     const warnings = report.warnings.map(toPageTerms);
-    const { shown, total } = countObjects(this.entry, correctionCounts);
+    const { shown, total, isOutdated } = countObjects(this.entry, correctionCounts);
+    const countText = total === null ? "Done" : formatPart(shown, total, "object");
     const corrections = correctionCounts.get(job)?.corrections;
     return [
-      element("strong", {}, total === null ? "Done" : formatPart(shown, total, "object")),
+      element("strong", {}, isOutdated ? `${countText} before` : countText),
       corrections !== undefined &&
         element(
           "span",
