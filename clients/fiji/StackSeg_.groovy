@@ -561,8 +561,8 @@ class Tasks {
         def parameters = settings.findAll { it.key in PASSED_ON && it.value }
         def list = service.get('models')
         def model = list.models.find { it.name == (settings.model ?: list.default) }
-        // Models without a decoder return classes, which have no table of objects.
-        if (!model || model.decoding) parameters.measurements = 'zip'
+        // Classes have no table of objects.
+        if (!(model?.decoding in ['classes', 'regions'])) parameters.measurements = 'zip'
         return parameters
     }
 

@@ -6,7 +6,7 @@ import re
 
 from stackseg_client import ProblemError
 
-# Parameters in messages of the server, and the words for them in the widgets. The first matching patterns apply first.
+# Patterns for parameters in messages of the server, and the words for them in the widgets, applied in this order.
 _WORDS = {
     r"\bset diameter=none\b": "choose Object diameter: original resolution",
     r"\bset diameter= to the diameter of\b": "enter the diameter of",

@@ -327,4 +327,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
         diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
         doubt = None if result.low_confidence is None else result.low_confidence.detail
         notes = [("⚠ " if note == doubt else "") + messages.rephrase(note) for note in result.warnings]
-        self.message.setText("\n\n".join([messages.rephrase(f"{result.objects} objects.{diameter}"), *notes]))
+        found = "1 object" if result.objects == 1 else f"{result.objects} objects"
+        if result.objects is None:
+            outputs = next((model.outputs for model, _ in self._models if model.name == run.parameters["model"]), [])
+            found = "Classes: " + ", ".join(f"{index} {name}" for index, name in enumerate(outputs))
+        self.message.setText("\n\n".join([messages.rephrase(f"{found}.{diameter}"), *notes]))

@@ -40,9 +40,12 @@ class Segmentation:
         with self.connection.open() as client:
             yield "Uploading the stack."
             self.stack_id = client.upload(self.pixels, name=self.name).id
-            yield client.inspect(stack=self.stack_id, **self.parameters)
+            inspection = client.inspect(stack=self.stack_id, **self.parameters)
+            yield inspection
             if not self._is_cancelled.is_set():
-                self.job = client.submit(stack=self.stack_id, table=True, **self.parameters)
+                # Only objects can be measured, not classes.
+                table = inspection.raw.get("output", "labels") == "labels"
+                self.job = client.submit(stack=self.stack_id, table=table, **self.parameters)
                 # The job may have been canceled while it was being submitted.
                 if self._is_cancelled.is_set():
                     self.job.cancel()

@@ -41,8 +41,7 @@ class Client:
     timeout    seconds without progress after which a connection is considered lost
     retries    how often a request is repeated if the server is busy or cannot be reached
     trust_env  whether to use the proxies and certificates of the environment
-    ca_file    PEM file with the certificate of the server, or of the authority that has signed it, if the operating
-               system does not trust it
+    ca_file    PEM file with certificates to trust, in addition to those of the operating system
 
     >>> from stackseg_client import Client
     >>> with Client(url) as client:
@@ -314,10 +313,7 @@ class Job:
             yield report
 
     def result(self, save_to: SavePath | None = None) -> Result:
-        """Wait for the job, and return its result. Raises the error of a failed job.
-
-        `save_to` is as in `segment`. A `.nii.gz` or `.ozx` file has no table; get it with `result().table`.
-        """
+        """Wait for the job, and return its result. Raises the error of a failed job. `save_to` is as in `segment`."""
         for _report in self.progress():
             pass
         return self._client._run(operations.download_result(self.id, save_to))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -35,8 +36,11 @@ from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePat
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# Delay before the first retry if the server does not specify one. It doubles with each retry.
+LOGGER = logging.getLogger("stackseg_client")
+
+# Delay before the first retry if the server does not specify one. It doubles with each retry, up to the maximum.
 FIRST_DELAY_SECONDS = 0.25
+MAX_BACKOFF_SECONDS = 10.0
 # Minimum number of retries of folders and followed jobs, which wait for a busy server, and for a restart of the server.
 PATIENT_RETRIES = 50
 
@@ -82,8 +86,12 @@ class Retries:
     max_seconds: float = 60.0
 
     def get_delay(self, error: StackSegError, attempt: int, *, is_repeatable: bool) -> float | None:
-        """Return the seconds until the next attempt; None if the error is final. The first attempt is 0."""
-        backoff = FIRST_DELAY_SECONDS * 2**attempt * random.uniform(1, 1.5)  # noqa: S311
+        """Return the seconds until the next attempt; None if the error is final. The first attempt is 0.
+
+        Logs delays of over a second.
+        """
+        backoff = min(FIRST_DELAY_SECONDS * 2**attempt, MAX_BACKOFF_SECONDS) * random.uniform(1, 1.5)  # noqa: S311
+        backoff = min(backoff, self.max_seconds)
         delay: float | None = None
         if isinstance(error, ProblemError) and error.status in {429, 503} and error.retry_after is not None:
             delay = max(error.retry_after, backoff)
@@ -93,7 +101,11 @@ class Retries:
             delay = backoff if is_temporary and is_repeatable else None
         elif isinstance(error, ConnectionFailed) and (is_repeatable or not error.is_sent):
             delay = backoff
-        return delay if delay is not None and attempt < self.count and delay <= self.max_seconds else None
+        if delay is None or attempt >= self.count or delay > self.max_seconds:
+            return None
+        if delay > 1:
+            LOGGER.warning("%s Trying again in %.0f s.", error, delay)
+        return delay
 
     def make_patient(self) -> Retries:
         """Return the settings for work that takes long."""

@@ -52,7 +52,7 @@ needs_imagej = pytest.mark.skipif(
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     settings = eager_settings(
         ROOT / "models",
-        models={"serve": ["nuclei"]},
+        models={"serve": ["nuclei", "tissue"]},
         access={"keys": {KEY: hash_key(KEY)}},
         annotations={"folder": tmp_path_factory.mktemp("annotations")},
     )
@@ -167,6 +167,16 @@ def test_corrected_labels_become_an_annotated_stack(
     for kind, expected in (("image", stack), ("labels", labels)):
         stored = server.client.get(f"/annotations/{report['id']}/{kind}").content
         np.testing.assert_array_equal(tifffile.imread(io.BytesIO(stored)), expected)
+
+
+@needs_imagej
+def test_models_of_classes_need_no_table(tmp_path: Path, server: LiveServer, stack: NDArray[np.uint16]) -> None:
+    image, output = tmp_path / "stack.tif", tmp_path / "labels.tif"
+    image.write_bytes(as_tiff(stack))
+    run = run_script(server, task="segment", image=image, model="tissue", output=output)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("Classes, not objects")
+    assert tifffile.imread(output).shape == stack.shape
 
 
 @needs_imagej

@@ -45,7 +45,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a server with the bundled model in another process."""
     folder = tmp_path_factory.mktemp("server")
     config, log = folder / "config.yaml", folder / "log"
-    config.write_text(json.dumps({"models": {"serve": ["nuclei"]}, "annotations": {"folder": str(folder / "kept")}}))
+    config.write_text(
+        json.dumps({"models": {"serve": ["nuclei", "tissue"]}, "annotations": {"folder": str(folder / "kept")}})
+    )
     # Jobs are not stored in the folders of the user, also if these tests run without conftest.py.
     environment = os.environ | {"XDG_STATE_HOME": str(folder)}
     python = os.environ.get("SERVICE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
@@ -155,6 +157,14 @@ def test_time_series_have_labels_with_times(viewer: Any, widget: SegmentWidget) 
     assert labels.data.shape == image.data.shape
     np.testing.assert_array_equal(labels.scale, image.scale)
     assert len(np.intersect1d(labels.data[0], labels.data[1])) > 10
+
+
+def test_models_of_classes_need_no_table(viewer: Any, widget: SegmentWidget) -> None:
+    viewer.add_image(tifffile.imread(SAMPLE)[:16, :64, :64], scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    widget.model.setCurrentText("tissue")
+    labels = segment(viewer, widget)
+    assert labels.data.shape == (16, 64, 64)
+    assert widget.message.text().startswith("Classes: 0 background, 1 cell, 2 membrane.")
 
 
 def test_errors_say_what_to_do(viewer: Any, widget: SegmentWidget) -> None:

@@ -17,6 +17,7 @@ from live import as_tiff
 from paths import ROOT
 from sockets import TIMEOUT_SECONDS, create_certificate, make_server, needs_openssl, run_server
 from stackseg_client import Client, ConnectionFailed, Job, Retries, errors
+from stackseg_client.operations import PATIENT_RETRIES
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -98,6 +99,17 @@ def test_reports_of_other_versions_are_read() -> None:
     expected = pytest.raises(errors.InvalidResponse, match="not events")
     with serve_fixed(events) as (_app, address), Client(f"http://{address}") as client, expected:
         list(Job(client, job.report).progress())
+
+
+def test_folders_and_jobs_wait_for_a_restart_of_minutes(caplog: pytest.LogCaptureFixture) -> None:
+    error = ConnectionFailed("lost", is_sent=True)
+    retries = Retries().make_patient()
+    delays = [retries.get_delay(error, attempt, is_repeatable=True) for attempt in range(PATIENT_RETRIES)]
+    assert all(delay is not None and delay < 20 for delay in delays)
+    assert 400 < sum(filter(None, delays)) < 900
+    assert retries.get_delay(error, PATIENT_RETRIES, is_repeatable=True) is None
+    assert "lost Trying again in 1" in caplog.text
+    assert Retries(max_seconds=3).get_delay(error, 2, is_repeatable=True) is not None
 
 
 INTERRUPTED = """
