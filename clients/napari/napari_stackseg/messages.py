@@ -20,6 +20,7 @@ _WORDS = {
     r"\b(diameter|model|threshold|channel|axes|voxel size|quality|link|time)=": r"\1",
     r"(?<=\d) ?um\b": " µm",
     r"(?<=\d) ?px\b": " px",
+    r"\bSend your key as [^.]*\.": "Enter it in Segment, and press Connect.",
     r"\(docs/training\.md\)": "(Correct and train)",
 }
 

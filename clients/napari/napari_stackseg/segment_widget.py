@@ -138,7 +138,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
             self.model.setItemData(self.model.count() - 1, model.problem or model.summary, Qt.ItemDataRole.ToolTipRole)
         default = next((index for index, (model, _) in enumerate(models) if model.is_default), 0)
         self.model.setCurrentIndex(default)
-        self.message.setText(f"Connected. {len(models)} models." if models else "The server has no models.")
+        count = "1 model" if len(models) == 1 else f"{len(models)} models"
+        self.message.setText(f"Connected. {count}." if models else "The server has no models.")
         self.fit_width()
 
     def _show_model(self, index: int) -> None:

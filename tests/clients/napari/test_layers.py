@@ -62,6 +62,10 @@ def test_sheared_images_with_channels_are_refused() -> None:
         ("Try another diameter=, channel= or model=.", "Try another diameter, channel or model."),
         ("Try model=membranes.", "Try the model membranes."),
         ("Add voxel_size=Z,Y,X", "Add voxel size Z,Y,X"),
+        (
+            "It requires a key. Send your key as `X`, or `Y: Z`.",
+            "It requires a key. Enter it in Segment, and press Connect.",
+        ),
         ("4um wide. Train a model (docs/training.md).", "4 µm wide. Train a model (Correct and train)."),
     ],
 )
