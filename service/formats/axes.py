@@ -164,10 +164,10 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
             f"axes={override!r} is not valid. Use each letter of {AXIS_LETTERS} at most once, and include Y and X.",
             parameter="axes",
         )
-    squeezed_shape = squeeze(axes, shape)[1]
+    squeezed_axes, squeezed_shape = squeeze(axes, shape)
     for lengths in (squeezed_shape, tuple(shape), tuple(n for n in shape if n > 1)):
         if len(lengths) == len(override):
-            return Layout(override, lengths, _make_override_notes(override, axes))
+            return Layout(override, lengths, _make_override_notes(override, axes, squeezed_axes))
     raise BadParameter(
         f"axes={override!r} names {len(override)} dimensions, but the stored array has {len(squeezed_shape)}:"
         f" {_format_shape(squeezed_shape)}.",
@@ -175,9 +175,10 @@ def _apply_override(override: str, axes: str, shape: Sequence[int]) -> Layout:
     )
 
 
-def _make_override_notes(override: str, axes: str) -> tuple[str, ...]:
+def _make_override_notes(override: str, axes: str, squeezed_axes: str) -> tuple[str, ...]:
     """Return a note if an override assigns other axes than Y and X to the planes of a file."""
-    is_transposed = axes.replace("S", "").endswith("YX") and not override.replace("S", "").endswith("YX")
+    stored_tails = {len(letters) - letters.find("YX") for letters in (axes, squeezed_axes)}
+    is_transposed = "YX" in axes and ("YX" not in override or len(override) - override.find("YX") not in stored_tails)
     note = f"axes={override} reads the planes of the file along other axes than Y and X. The last axis is the fastest."
     return (note,) * is_transposed
 

@@ -143,7 +143,15 @@ def test_channel_names_that_are_numbers_do_not_replace_indices(channel: int | st
 
 @pytest.mark.parametrize(
     ("stored", "override", "is_noted"),
-    [("ZYX", "XYZ", True), ("ZYX", "TYX", False), ("QYX", "ZXY", True), ("QYXS", "ZYXS", False), ("XYZ", "ZXY", False)],
+    [
+        ("ZYX", "XYZ", True),
+        ("ZYX", "YXZ", True),
+        ("QYX", "ZXY", True),
+        ("ZYX", "TYX", False),
+        ("QYXS", "ZYXS", False),
+        ("IYXS", "ZYXC", False),
+        ("XYZ", "ZXY", False),
+    ],
 )
 def test_override_that_transposes_the_planes_of_a_file_is_noted(stored: str, override: str, is_noted: bool) -> None:
     layout = axes.resolve_axes(stored, (5, 6, 7, 3)[: len(stored)], override)

@@ -9,8 +9,8 @@ import tifffile
 from pixels import noise
 
 from service.core.quantities import VoxelSize
-from service.core.types import Selection
-from service.formats import stack_reader
+from service.core.types import Segmentation, Selection
+from service.formats import stack_reader, writers
 
 LIMIT = 2**28
 CALIBRATED = {"resolution": (5, 5), "metadata": {"axes": "ZYX", "spacing": 0.5, "unit": "um"}}
@@ -50,3 +50,25 @@ def test_index_of_a_channel_that_is_the_name_of_another_channel_is_noted(tmp_pat
         volume = stack_reader.read(path, Selection(channel=channel, voxel_size=VoxelSize(1, 1, 1)), LIMIT)
         assert (volume.read_all()[0] == stack[index]).all()
         assert any("zero-based index, '2'" in note for note in volume.notes) == (channel == 1)
+
+
+@pytest.mark.parametrize("name", ["labels.tif", "labels.zarr"])
+def test_results_of_a_segmentation_are_noted(tmp_path: Path, name: str) -> None:
+    writers.write(Segmentation(noise(5, 9, 11), "labels", count=119), tmp_path / name, {"model": "nuclei/1"})
+
+    notes = stack_reader.inspect(tmp_path / name, Selection(voxel_size=VoxelSize(1, 1, 1)), LIMIT).notes
+
+    assert len(notes) == 1
+    assert "instead" in notes[0]
+
+
+def test_pages_that_are_reduced_copies_of_other_images_are_noted(tmp_path: Path) -> None:
+    path, plane = tmp_path / "photo.tif", noise(16, 20)
+    with tifffile.TiffWriter(path) as writer:
+        writer.write(plane[::4, ::4], photometric="minisblack", metadata=None, subifds=1, subfiletype=1)
+        writer.write(plane, photometric="minisblack", metadata=None)
+
+    description = stack_reader.inspect(path, Selection(), LIMIT)
+
+    assert description.shape == (1, 1, 4, 5)
+    assert "reduced copies" in description.notes[0]

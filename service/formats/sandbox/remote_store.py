@@ -87,6 +87,10 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
+# Suffixes of formats that are read only from files.
+_FILE_SUFFIXES = (".tif", ".tiff", ".czi", ".nd2", ".lif", ".oib", ".ims", ".zip", ".ozx")
+
+
 class RemoteStore:
     """Thread-safe implementation of `formats.zarr.store.Store` for a store at a URL.
 
@@ -98,6 +102,8 @@ class RemoteStore:
         url = check_url(url)
         scheme = urlsplit(url).scheme
         self.name = unquote(url.rpartition("/")[2])
+        if self.name.lower().endswith(_FILE_SUFFIXES):
+            raise BadParameter(f"Only OME-Zarr images are read from URLs. Download {self.name}, and segment the file.")
         self._backend: _Backend = _ObjectStorage(url) if scheme in _CREDENTIAL_VARIABLES else _WebServer(url)
         self._threads = ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS, "fetch")
 

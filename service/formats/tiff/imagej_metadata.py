@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from service.core.types import Segmentation
 
 COLOR_MAP_TAG = 320
+# Namespace of the annotation in OME-XML that describes how a result was made.
+PROVENANCE_NAMESPACE = "stackseg/origin"
 
 
 def make_description(segmentation: Segmentation) -> str:

@@ -22,6 +22,7 @@ from service.formats.axes import select_scene
 from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
+from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.planes import missing, page_loader
 from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.stored_image import (
@@ -64,6 +65,10 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
         image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
     for page in image.keyframes:
         _check_decodable(page)
+    if f'"{PROVENANCE_NAMESPACE}"' in tiff.pages.first.description:
+        image = replace(
+            image, notes=(*image.notes, "The file is a result of StackSeg. Segment the original image instead.")
+        )
     value_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_pixel_value_notes(page))
     return replace(image, calibration=_find_calibration(image, tiff), notes=(*image.notes, *value_notes))
 

@@ -26,9 +26,9 @@ from service.core.hardware import host
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Array, OutputKind, Segmentation, Volume
 from service.formats.tiff import imagej_metadata
+from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 
 NO_PROVENANCE: Mapping[str, str] = MappingProxyType({})
-PROVENANCE_NAMESPACE = "stackseg/origin"
 
 # Maximum size of the pixels in a classic TIFF, which has 32-bit offsets. The remaining bytes are reserved for tags.
 _MAX_CLASSIC_TIFF_BYTES = 2**32 - 2**26

@@ -25,6 +25,7 @@ from service.formats.zarr.store import Store, read_json, translate_errors
 _MAX_IMAGES = 1000
 # Versions whose metadata has no axes, because all images have the axes TCZYX.
 _VERSIONS_WITHOUT_AXES = ("", "0.1", "0.2")
+_LABEL_NOTE = "The image contains labels, not intensities. Segment the image to which they belong instead."
 _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `multiscales`."
 
 
@@ -88,7 +89,7 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             colors,
             _parse_calibration(scale_by_axis),
             sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
-            (note,) if len(scenes) > 1 and scene is None else (),
+            (note,) * (len(scenes) > 1 and scene is None) + (_LABEL_NOTE,) * ("image-label" in attributes),
             scenes if len(scenes) > 1 else (),
         )
 

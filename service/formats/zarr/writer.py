@@ -20,7 +20,8 @@ import zarr
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation
-from service.formats.tiff.writer import NO_PROVENANCE, PROVENANCE_NAMESPACE
+from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
+from service.formats.tiff.writer import NO_PROVENANCE
 from service.formats.zarr import labeled_image as labeled_images
 from service.formats.zarr.labeled_image import LabeledImage
 from service.formats.zarr.store import METADATA_NAMES, find_labeled_image

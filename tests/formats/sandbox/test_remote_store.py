@@ -329,3 +329,9 @@ def test_missing_storage_account_is_rejected(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(BadParameter, match="Account must be specified"):
         RemoteStore("az://container/a.zarr")
+
+
+@pytest.mark.parametrize("name", ["stack.tif", "Stack.TIFF", "stack.czi", "stack.ozx"])
+def test_urls_of_single_files_are_refused(name: str) -> None:
+    with pytest.raises(BadParameter, match=f"Only OME-Zarr images are read from URLs. Download {name}"):
+        RemoteStore(f"https://images.example.org/{name}")
