@@ -9,18 +9,8 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
 
 #include "../../engine/cpu/simd.hpp"
 
@@ -31,7 +21,6 @@ constexpr int POSITION_BIT_COUNT = 5;
 constexpr int NUM_CODES = 1 << POSITION_BIT_COUNT;
 constexpr int32_t POSITION_BITS = NUM_CODES - 1;
 constexpr int NUM_NEIGHBORS = 26;
-constexpr size_t HUGE_PAGE_BYTES = size_t(1) << 21;
 
 template <typename Score> inline bool is_above(const Score *score, float threshold) { return load_one(score) > threshold; }
 inline bool is_above(const uint8_t *mask, float) { return *mask != 0; }
@@ -100,18 +89,8 @@ void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t 
 }
 
 // Appends the positions of the foreground voxels from `begin` to `end` to a list of `count` positions, and returns the new
-// count. May write up to 15 values beyond the end of the list.
+// count. May write one value beyond the end of the list.
 inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *positions, int64_t count) {
-#ifdef __AVX512F__
-  const __m512i background = _mm512_set1_epi32(BACKGROUND_KEY);
-  const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  for (; begin + 16 <= end; begin += 16) {
-    const __mmask16 foreground = _mm512_cmpneq_epi32_mask(_mm512_loadu_si512(keys + begin), background);
-    const __m512i candidates = _mm512_add_epi32(first, _mm512_set1_epi32(static_cast<int32_t>(begin)));
-    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(foreground, candidates));
-    count += __builtin_popcount(foreground);
-  }
-#endif
   // Branchless, because a branch would be mispredicted at the edge of every object.
   for (int64_t position = begin; position < end; ++position) {
     positions[count] = static_cast<int32_t>(position);
@@ -129,38 +108,20 @@ struct Box {
   int64_t length(int axis) const { return end[axis] - first[axis]; }
 };
 
-struct Free {
-  void operator()(void *data) const { std::free(data); }
-};
-
-// Allocates uninitialized memory. Large arrays use huge pages: clearing many small pages would take as long as the watershed.
-inline void *allocate(size_t bytes) {
-  void *const data = bytes < HUGE_PAGE_BYTES
-                         ? std::malloc(bytes)
-                         : std::aligned_alloc(HUGE_PAGE_BYTES, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
-  if (!data)
-    throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  if (bytes >= HUGE_PAGE_BYTES)
-    madvise(data, bytes, MADV_HUGEPAGE);
-#endif
-  return data;
-}
-
 // Uninitialized memory that grows if necessary. Growing discards the values.
 template <typename T> class Buffer {
 public:
   void resize(size_t size) {
     if (size > size_) {
       data_.reset(), size_ = 0;
-      data_.reset(static_cast<T *>(allocate(size * sizeof(T))));
+      data_.reset(new T[size]);
       size_ = size;
     }
   }
   T *get() const { return data_.get(); }
 
 private:
-  std::unique_ptr<T, Free> data_;
+  std::unique_ptr<T[]> data_;
   size_t size_ = 0;
 };
 
