@@ -15,16 +15,36 @@ from numpy.typing import NDArray
 from scipy.ndimage import rotate
 
 from service.core.quantities import Size
-from service.training.examples import Floats, Pair, StackSource, compute_median_extents, draw_zoom, zoom_pair
+from service.training.examples import (
+    Floats,
+    Normalizer,
+    Pair,
+    StackSource,
+    compute_median_extents,
+    draw_zoom,
+    zoom_pair,
+)
 
 # Maximum shape (Z, Y, X) of a resampled volume. Larger ones only cost time, because crops have an edge of 48 voxels.
 MAX_RESAMPLED_SHAPE = (72, 88, 88)
-MAX_FLAT_SHAPE = (40, 96, 96)
 # The service cannot estimate the diameter of spots, which are objects narrower than this. Their stacks are therefore
 # seldom resampled to the diameter of the model.
 MAX_SPOT_VOXELS = 8.0
 # Fraction of the volumes of spots that are resampled in training.
 RESAMPLED_SPOT_SHARE = 0.3
+# The same fraction in `enlarge_spots`, and the maximum factor, which equals that of the trials of other diameters.
+ENLARGED_SPOT_SHARE = 0.6
+MAX_SPOT_FACTOR = 2.8
+# Label of voxels that may belong to an unlabeled object.
+UNKNOWN_LABEL = 65535
+# Depth in voxels of synthetic flat nuclei after resampling.
+FLAT_DEPTHS = (10.0, 24.0)
+# Factors by which the planes of recorded stacks of flat nuclei are resampled, and the fraction of the volumes with
+# factors from the first interval. The estimate of the diameter uses smaller factors than a request that states it.
+FLAT_FACTORS = ((3.5, 9.6), (1.0, 3.5))
+LARGE_FACTOR_SHARE = 0.7
+# Fraction of the volumes of recorded flat nuclei that are normalized by their own brightness, not by that of the stack.
+LOCAL_NORMALIZATION_SHARE = 0.15
 
 
 @dataclass(frozen=True)
@@ -95,25 +115,88 @@ def resample_to_diameter(source: StackSource, diameter: float, share: float) -> 
     return draw
 
 
-def resample_in_plane(source: StackSource, diameter: float, share: float) -> StackSource:
-    """Return a source that resamples a fraction of the volumes so that objects are `diameter` pixels wide.
+def resample_flat(source: StackSource, diameter: float) -> StackSource:
+    """Return a source that resamples volumes of flat nuclei, like requests that specify their diameter along each axis.
 
-    Planes are not resampled. This is for objects that are only a few planes deep (see `service.inference.diameter`).
+    Nuclei become `diameter` pixels wide, within about 15 percent, and `FLAT_DEPTHS` voxels deep. Volumes are returned
+    unchanged if a factor would be extreme.
     """
 
     def draw(rng: Generator) -> Pair:
         image, labels = source(rng)
         extents = compute_median_extents(labels)
-        if extents is None or rng.random() >= share:
+        if extents is None:
             return image, labels
-        width = float(np.sqrt(extents[1] * extents[2]))
-        in_plane = diameter / width * np.exp(rng.normal(0, 0.1) + rng.normal(0, 0.04, 2))
-        factors = np.array([1.0, *in_plane])
-        if not 1 / 3 < np.min(factors) <= np.max(factors) < 3:
+        depth = draw_log_uniform(rng, FLAT_DEPTHS)
+        in_plane = diameter / np.sqrt(extents[1] * extents[2]) * np.exp(rng.normal(0, 0.12) + rng.normal(0, 0.05, 2))
+        factors = np.array([depth / extents[0], *in_plane])
+        if not 1 / 3 < np.min(factors) <= np.max(factors) < 13:
             return image, labels
-        return zoom_pair(*_crop_around_object(image, labels, np.asarray(MAX_FLAT_SHAPE) / factors, rng), factors)
+        return zoom_pair(*_crop_around_object(image, labels, np.asarray(MAX_RESAMPLED_SHAPE) / factors, rng), factors)
 
     return draw
+
+
+def enlarge_spots(source: StackSource, diameter: float) -> StackSource:
+    """Return a source that enlarges most volumes of spots towards the diameter of the model."""
+
+    def draw(rng: Generator) -> Pair:
+        image, labels = source(rng)
+        extents = compute_median_extents(labels)
+        if extents is None or rng.random() >= ENLARGED_SPOT_SHARE:
+            return image, labels
+        scale = min(diameter / np.cbrt(np.prod(extents)), MAX_SPOT_FACTOR) * np.exp(rng.normal(0, 0.05))
+        factors = np.full(3, scale)
+        return zoom_pair(*_crop_around_object(image, labels, np.asarray(MAX_RESAMPLED_SHAPE) / factors, rng), factors)
+
+    return draw
+
+
+class FlatStacks:
+    """Source of recorded stacks with nuclei a few planes deep, cropped around a nucleus, and resampled.
+
+    Nuclei become `diameter` pixels wide, within about 15 percent. Planes are resampled by a factor from `FLAT_FACTORS`.
+    Half of the stacks are rotated. The images are normalized by the percentiles of the whole stack, as in a request.
+    Unknown voxels have the label `UNKNOWN_LABEL`.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], diameter: float) -> None:
+        normalize = PercentileNormalization()
+        self._stacks = [(normalize(image), labels) for image, labels in pairs]
+        self._diameter = diameter
+        self._factors = []
+        for _, labels in pairs:
+            extents = compute_median_extents(clear_unknown(labels))
+            if extents is None:
+                raise ValueError("A stack for training has no labels.")
+            self._factors.append(diameter / float(np.sqrt(extents[1] * extents[2])))
+
+    def __call__(self, rng: Generator) -> Pair:
+        index = int(rng.integers(len(self._stacks)))
+        image, labels = self._stacks[index]
+        if rng.random() < 0.5:
+            angle = float(rng.uniform(0, 90))
+            image = rotate(image, angle, axes=(1, 2), order=1, mode="constant")
+            labels = rotate(labels, angle, axes=(1, 2), order=0, mode="constant")
+        in_plane = self._factors[index] * np.exp(rng.normal(0, 0.15) + rng.normal(0, 0.05, 2))
+        interval = FLAT_FACTORS[0 if rng.random() < LARGE_FACTOR_SHARE else 1]
+        factors = np.array([draw_log_uniform(rng, interval), *in_plane])
+        known = clear_unknown(labels)
+        box = _draw_box(known, np.asarray(MAX_RESAMPLED_SHAPE) / factors, rng)
+        image, labels = zoom_pair(image[box], labels[box], factors)
+        if rng.random() < LOCAL_NORMALIZATION_SHARE:
+            image = image / max(float(np.percentile(image, 99.8)), 0.2)
+        return image, labels
+
+
+def clear_unknown(labels: NDArray[Any]) -> NDArray[Any]:
+    """Return labels in which unknown voxels are background."""
+    return np.where(labels == UNKNOWN_LABEL, 0, labels)
+
+
+def draw_log_uniform(rng: Generator, limits: tuple[float, float]) -> float:
+    """Draw a number whose logarithm is uniformly distributed."""
+    return float(np.exp(rng.uniform(*np.log(limits))))
 
 
 def _rotate(image: NDArray[Any], labels: NDArray[Any], angle: float) -> Pair:
@@ -129,12 +212,28 @@ def _rotate(image: NDArray[Any], labels: NDArray[Any], angle: float) -> Pair:
 
 def _crop_around_object(image: NDArray[Any], labels: NDArray[Any], shape: NDArray[np.float64], rng: Generator) -> Pair:
     """Crop a stack to a box of at most `shape` around a random foreground voxel."""
+    box = _draw_box(labels, shape, rng)
+    return image[box], labels[box]
+
+
+def _draw_box(labels: NDArray[Any], shape: NDArray[np.float64], rng: Generator) -> tuple[slice, ...]:
+    """Return a box of at most `shape` around a random foreground voxel."""
     position = np.unravel_index(int(rng.choice(np.flatnonzero(labels))), labels.shape)
     box = []
     for center, length, size in zip(position, labels.shape, np.ceil(shape).astype(int), strict=True):
         start = int(np.clip(center - size // 2, 0, max(0, length - size)))
         box.append(slice(start, start + int(size)))
-    return image[tuple(box)], labels[tuple(box)]
+    return tuple(box)
+
+
+def normalize_volumes(source: StackSource, normalize: Normalizer) -> StackSource:
+    """Return a source of normalized volumes."""
+
+    def draw(rng: Generator) -> Pair:
+        image, labels = source(rng)
+        return normalize(image), labels
+
+    return draw
 
 
 def mix_sources(first: StackSource, second: StackSource, share: float) -> StackSource:

@@ -176,6 +176,11 @@ class Scene:
                 return scene._with_noise(rng)
 
     @classmethod
+    def draw_spots(cls, rng: Generator) -> Self:
+        """Draw a scene of spots 3 to 8 voxels wide."""
+        return cls.draw(rng)._with_spots(rng)
+
+    @classmethod
     def draw_flat(cls, rng: Generator) -> Self:
         """Draw a scene of nuclei that are 1 to 5 planes deep, as in screens, where planes are far apart.
 
@@ -354,6 +359,11 @@ def _place_nuclei(rng: Generator, shape: Size, scene: Scene) -> _Canvas:
 def synthesize_flat(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
     """Generate a stack of nuclei that are only a few planes deep; returns the image and the labels."""
     return synthesize(rng, shape, Scene.draw_flat(rng))
+
+
+def synthesize_spots(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:
+    """Generate a stack of spots 3 to 8 voxels wide; returns the image and the labels."""
+    return synthesize(rng, shape, Scene.draw_spots(rng))
 
 
 def synthesize_varied(rng: Generator, shape: Size) -> tuple[NDArray[Any], Labels]:

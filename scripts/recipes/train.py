@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,15 +27,28 @@ from scripts.recipes import synthetic_nuclei, synthetic_tissue
 from scripts.recipes.class_targets import CLASSES, class_loss, class_targets
 from scripts.recipes.device_pool import DevicePool
 from scripts.recipes.sources import (
+    UNKNOWN_LABEL,
     AugmentedStacks,
+    FlatStacks,
     PercentileNormalization,
+    clear_unknown,
+    enlarge_spots,
     mix_sources,
-    resample_in_plane,
+    normalize_volumes,
+    resample_flat,
     resample_to_diameter,
     with_random_size,
 )
 from service.models.architectures.shuffle_unet import ShuffleUNet
-from service.training.examples import ExampleDataset, ExamplePool, StackSource, TargetFunction, draw_batch, read_pairs
+from service.training.examples import (
+    ExampleDataset,
+    ExamplePool,
+    Floats,
+    StackSource,
+    TargetFunction,
+    draw_batch,
+    read_pairs,
+)
 from service.training.model_folder import save_weights
 from service.training.targets.instances import compute_instance_targets, instance_loss
 from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
@@ -55,6 +69,7 @@ class Schedule:
 
     minutes             wall-clock time budget; after a warm-up of 5 % of the budget, the learning rate decays along a
                         cosine
+    steps               number of training steps, which replaces the time budget; None for none
     learning_rate       maximum learning rate
     weight_decay        weight decay of the AdamW optimizer
     batch_size          crops per step
@@ -67,6 +82,7 @@ class Schedule:
     """
 
     minutes: float = 30.0
+    steps: int | None = None
     learning_rate: float = 3e-3
     weight_decay: float = 1e-2
     batch_size: int = 4
@@ -115,6 +131,7 @@ RECIPES = {
 
 
 FLAT_NUCLEI = with_random_size(synthetic_nuclei.synthesize_flat, shallow_share=1.0)
+SPOTS = with_random_size(synthetic_nuclei.synthesize_spots)
 
 
 class TrainingRun:
@@ -145,6 +162,8 @@ class TrainingRun:
     @property
     def progress(self) -> float:
         """Fraction of the budget that has been used. At least 1 if the run is complete."""
+        if self.schedule.steps is not None:
+            return self.step / self.schedule.steps
         return self.seconds / (60 * self.schedule.minutes)
 
     def train_step(self, images: Tensor, targets: Tensor, loss: Loss) -> None:
@@ -271,12 +290,34 @@ def freeze_statistics(network: nn.Module) -> None:
 
 
 def _make_source(recipe: Recipe, options: argparse.Namespace) -> StackSource:
-    """Return the source of training volumes that the command line specifies."""
+    """Return the source of normalized training volumes that the command line specifies."""
     pairs = read_pairs(options.images, options.labels)
     source = mix_sources(recipe.synthetic, AugmentedStacks(pairs), options.share) if pairs else recipe.synthetic
     source = resample_to_diameter(source, recipe.diameter, options.stated)
-    flat = resample_in_plane(FLAT_NUCLEI, recipe.diameter, options.stated)
-    return mix_sources(source, flat, options.flat_share) if options.flat_share else source
+    source = mix_sources(source, enlarge_spots(SPOTS, recipe.diameter), options.spot_share)
+    source = normalize_volumes(
+        mix_sources(source, resample_flat(FLAT_NUCLEI, recipe.diameter), options.flat_share), PercentileNormalization()
+    )
+    organoids = read_pairs(options.organoids, options.organoid_labels)
+    return mix_sources(source, FlatStacks(organoids, recipe.diameter), options.organoid_share) if organoids else source
+
+
+def _as_float32(image: NDArray[Any]) -> Floats:
+    return image.astype(np.float32)
+
+
+def include_unknown(compute: TargetFunction) -> TargetFunction:
+    """Return a function with a mask of unknown voxels as an additional target, which is 0 outside the volume."""
+
+    def compute_with_mask(labels: NDArray[Any]) -> Floats:
+        return np.concatenate([compute(clear_unknown(labels)), (labels == UNKNOWN_LABEL)[None]]).astype(np.float32)
+
+    return compute_with_mask
+
+
+def exclude_unknown(loss: Loss) -> Loss:
+    """Return a loss that excludes the voxels of the mask that `include_unknown` adds to the targets."""
+    return lambda scores, targets: loss(scores, torch.cat([targets[:, :-1], 1 - targets[:, -1:]], dim=1))
 
 
 def _make_pool(dataset: ExampleDataset, options: argparse.Namespace, first_number: int) -> Pool:
@@ -285,8 +326,7 @@ def _make_pool(dataset: ExampleDataset, options: argparse.Namespace, first_numbe
     return DevicePool(dataset, options.pool, options.device, first_number=first_number, worker_count=options.workers)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train a model with the options of the command line."""
+def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m scripts.recipes.train", description=__doc__)
     parser.add_argument("--kind", choices=RECIPES, default="nuclei", help="bundled model to train")
     parser.add_argument("--out", type=Path, required=True, help="folder for the weights")
@@ -306,8 +346,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--stated", type=float, default=0.6, help="fraction of volumes that are resampled to the diameter of the model"
     )
     parser.add_argument(
-        "--flat-share", type=float, default=0.0, help="fraction of volumes with nuclei that are a few planes deep"
+        "--spot-share", type=float, default=0.0, help="fraction of the other volumes with spots, most of them enlarged"
     )
+    parser.add_argument(
+        "--flat-share",
+        type=float,
+        default=0.0,
+        help="fraction of the other volumes with synthetic nuclei that are a few planes deep",
+    )
+    parser.add_argument("--organoids", type=Path, nargs="*", default=[], help="recorded stacks with flat nuclei")
+    parser.add_argument(
+        "--organoid-labels",
+        type=Path,
+        nargs="*",
+        default=[],
+        help=f"labels, in the same order as the stacks; {UNKNOWN_LABEL} means unknown",
+    )
+    parser.add_argument(
+        "--organoid-share", type=float, default=0.33, help="fraction of volumes with recorded organoids"
+    )
+    parser.add_argument("--steps", type=int, help="number of training steps instead of --minutes")
+    parser.add_argument("--ema-decay", type=float, default=Schedule.ema_decay, help="decay of the averaged weights")
     parser.add_argument("--batch-size", type=int, default=4, help="crops per step")
     parser.add_argument("--edge", type=int, default=48, help="edge length of a crop in voxels")
     parser.add_argument(
@@ -319,7 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="number of CPU threads")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="device to train on")
     parser.add_argument("--workers", type=int, default=0, help="processes that create volumes, for a GPU")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train a model with the options of the command line."""
+    options = _parse_options(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(options.threads)
     torch.backends.cudnn.benchmark = True
@@ -331,13 +395,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.init:
         weights = load_file(options.init)
         load_matching_weights(network, widen_weights(network, weights) if options.widths else weights)
-    dataset = ExampleDataset(_make_source(recipe, options), PercentileNormalization(), options.seed, recipe.targets)
+    targets, loss = recipe.targets, recipe.loss
+    if options.organoids:
+        targets, loss = include_unknown(targets), exclude_unknown(loss)
+    dataset = ExampleDataset(_make_source(recipe, options), _as_float32, options.seed, targets)
     network.to(options.device)
     schedule = Schedule(
         options.minutes,
+        options.steps,
         options.learning_rate,
         batch_size=options.batch_size,
         edge=options.edge,
+        ema_decay=options.ema_decay,
         steps_per_volume=max(recipe.steps_per_volume * 4 // options.batch_size, 1),
         statistics_batches=0 if options.keep_statistics else Schedule.statistics_batches,
         bf16=options.bf16,
@@ -348,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     pool = _make_pool(dataset, options, run.step // schedule.steps_per_volume)
     try:
-        train(run, pool, options.seed, recipe.loss)
+        train(run, pool, options.seed, loss)
     finally:
         pool.close()
 

@@ -3,7 +3,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scripts.recipes.sources import AugmentedStacks, PercentileNormalization, mix_sources, resample_to_diameter
+from scripts.recipes.sources import (
+    UNKNOWN_LABEL,
+    AugmentedStacks,
+    FlatStacks,
+    PercentileNormalization,
+    clear_unknown,
+    enlarge_spots,
+    mix_sources,
+    resample_flat,
+    resample_to_diameter,
+)
 from service.training.examples import Pair, StackSource, compute_median_extents
 
 
@@ -72,3 +82,36 @@ def test_recorded_stacks_are_rotated_together_with_their_labels() -> None:
         assert np.corrcoef(image.ravel(), labels.ravel() > 0)[0, 1] > 0.8
         shapes.add(image.shape[1] < 0.85 * image.shape[0] * 60 / 40)
     assert shapes == {True, False}
+
+
+def test_flat_nuclei_become_round_enough_for_the_network() -> None:
+    extents = np.array(
+        [
+            compute_median_extents(resample_flat(lambda _: box((2, 12, 12)), 20)(np.random.default_rng(seed))[1])
+            for seed in range(8)
+        ]
+    )
+    assert extents[:, 1:] == pytest.approx(20, rel=0.4)
+    assert 9 < extents[:, 0].min() < extents[:, 0].max() < 25
+
+
+def test_most_spots_are_enlarged() -> None:
+    extents = [
+        compute_median_extents(enlarge_spots(lambda _: box((4, 4, 4)), 20)(np.random.default_rng(seed))[1])
+        for seed in range(20)
+    ]
+    assert 5 < sum(size[0] > 8 for size in extents if size is not None) < 20
+
+
+def test_recorded_organoids_are_normalized_by_their_stack_and_keep_unknown_voxels() -> None:
+    image, labels = box((3, 12, 12))
+    labels[:, 55:] = UNKNOWN_LABEL
+    source = FlatStacks([(image, labels)], 20)
+    draws = [source(np.random.default_rng(seed)) for seed in range(12)]
+    assert all(pixels.shape == numbers.shape for pixels, numbers in draws)
+    assert any((numbers == UNKNOWN_LABEL).any() for _, numbers in draws)
+    for pixels, numbers in draws:
+        known = clear_unknown(numbers)
+        assert not (known == UNKNOWN_LABEL).any()
+        assert np.corrcoef(pixels.ravel(), known.ravel() > 0)[0, 1] > 0.7
+        assert 0 <= pixels.min() < pixels.max() == pytest.approx(1, abs=0.01)

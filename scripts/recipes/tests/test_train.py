@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripts.recipes.sources import PercentileNormalization
+from scripts.recipes.sources import UNKNOWN_LABEL, PercentileNormalization
 from scripts.recipes.synthetic_nuclei import synthesize
 from scripts.recipes.train import (
     CHECKPOINT,
@@ -15,6 +15,8 @@ from scripts.recipes.train import (
     HostPool,
     Schedule,
     TrainingRun,
+    exclude_unknown,
+    include_unknown,
     load_matching_weights,
     main,
     train,
@@ -25,7 +27,7 @@ from service.formats.tiff import writer as tiff_writer
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import ExampleDataset, draw_batch
 from service.training.model_folder import save_weights
-from service.training.targets.instances import instance_loss
+from service.training.targets.instances import compute_instance_targets, instance_loss
 
 
 def small_pool(size: int) -> HostPool:
@@ -175,3 +177,16 @@ def test_widened_network_computes_the_same_output_and_trains_its_new_features() 
     assert torch.allclose(scores, narrow(images), atol=1e-5)
     scores.square().sum().backward()
     assert wide.merge[0][0].weight.grad[:8, 8:].any()
+
+
+def test_unknown_voxels_do_not_change_the_loss() -> None:
+    labels = np.zeros((8, 8, 8), np.uint16)
+    labels[2:5, 2:5, 2:5], labels[6:] = 1, UNKNOWN_LABEL
+    targets = torch.from_numpy(include_unknown(compute_instance_targets)(labels))[None]
+    scores = torch.zeros((1, 2, 8, 8, 8))
+    loss = exclude_unknown(instance_loss)
+    before = loss(scores, targets)
+    scores[:, :, 6:] = 5
+    assert torch.equal(loss(scores, targets), before)
+    scores[:, :, :1] = 5
+    assert loss(scores, targets) > before
