@@ -49,7 +49,10 @@ COMPARE_OBJECTS = """async ([first, second, ...hiddenFlags]) => {
 FIND_LONG_TASKS = """async () => {
   const { countOverlaps } = await import("/page/volumes/label_agreement.js");
   const [first, second] = [11, 12].map(edge => ({
-    data: Uint16Array.from({ length: 64 << 18 }, (_, p) => Math.floor((p >> 9 & 511) / edge) * 47 + Math.floor((p & 511) / edge)),
+    data: Uint16Array.from(
+      { length: 64 << 18 },
+      (_, p) => Math.floor((p >> 9 & 511) / edge) * 47 + Math.floor((p & 511) / edge),
+    ),
   }));
   const durations = [];
   const observer = new PerformanceObserver(list => durations.push(...list.getEntries().map(entry => entry.duration)));
