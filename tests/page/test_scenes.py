@@ -84,7 +84,7 @@ def test_scene_is_selected_by_its_preview_and_segmented(fake: LiveServer, open_p
     assert (job["parameters"]["scene"], job["parameters"].get("channel")) == ("1", None)
     assert np.array_equal(read_pixels(fake.result(job).content), scenes["Position 1"] > 100)
     # The labels of a result are not shown over another scene.
-    page.locator("#scene").select_option("2: Position 2")
+    page.locator("#scene").select_option("3: Position 2")
     expect(page.locator("#side")).to_contain_text("Check your stack")
     expect(get_size(page)).to_have_text("Size32 × 24 × 5")
     page.go_back()

@@ -48,6 +48,13 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
             " all”."
         ),
         "Set channel=1, or channel=488.": "Set “Channel to segment: 2”, or “Channel to segment: 488”.",
+        "It has 3 scenes: 0 (a, 1), 1, 2 (b (2)). Choose one with scene=0 to scene=2, or by name.": (
+            "It has 3 scenes: 1 (a, 1), 2, 3 (b (2)). Choose one with “Scene: 1” to “Scene: 3”, or by name."
+        ),
+        "The file has no scene 7. It has one scene: 0 (7).": "The file has no scene 8. It has one scene: 1 (7).",
+        "channel=4 does not exist: the file has 12 channels: 0 (DAPI), 1 and 10 more.": (
+            "“Channel to segment: 5” does not exist: the file has 12 channels: 1 (DAPI), 2 and 10 more."
+        ),
         "The largest is used. To use another one, set scene to its name or index.": (
             "The largest is used. Select another one under “Scene”."
         ),

@@ -86,9 +86,10 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     training = page.get_by_role("region", name="Training")
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]
-    expect(training).to_contain_text(report["message"])
-    score = f"{100 * report['after']:.3g}%"
-    expect(training.locator(".scores dd").last).to_have_text(score)
+    expect(training).to_contain_text(hide_scores(report["message"]))
+    new_model = training.locator(".scores > div").last
+    expect(new_model.locator("dd")).to_have_text(re.compile(r"^\d+ of \d+ objects correct, \d+ false$"))
+    expect(new_model).to_have_attribute("title", re.compile(f"^F1 {report['after']:.2f} at IoU 0.5"))
     curve = training.get_by_role("img", name="Loss after")
     assert f"training {report['loss'][-1][1]:.3g}"[:12] in (curve.get_attribute("aria-label") or "")
     for _ in range(2):
@@ -121,6 +122,11 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     )
 
 
+def hide_scores(message: str) -> str:
+    """Return the message of a training run as the web UI displays it, without the scores."""
+    return re.sub(r" \(F1 [^()]*\)", "", message)
+
+
 def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveServer, open_page: OpenPage) -> None:
     stack = live.client.get("/annotations").json()["annotations"][0]["stack"]
     job = live.run(b"", stack=stack, model="others")
@@ -129,13 +135,13 @@ def test_stacks_labeled_by_another_model_family_are_not_preselected(live: LiveSe
     page = open_page(live)
     page.get_by_role("button", name="Improve a model with these stacks").click()
     dialog = page.get_by_role("dialog")
-    dialog.get_by_label("Base model").select_option("others")
+    dialog.get_by_role("combobox", name="Base model").select_option("others")
     other_box, nuclei_box = (
         dialog.get_by_role("checkbox", name=re.compile(name)) for name in ("^other", "^nuclei by hand")
     )
     expect(other_box).to_be_checked()
     expect(dialog.get_by_label("Name of the new model")).to_have_value("others-2")
-    dialog.get_by_label("Base model").select_option("random-nuclei")
+    dialog.get_by_role("combobox", name="Base model").select_option("random-nuclei")
     expect(other_box).not_to_be_checked()
     expect(nuclei_box).to_be_checked()
     live.client.delete(f"/annotations/{annotation}")
@@ -206,7 +212,7 @@ def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, op
     training = page.get_by_role("region", name="Training")
     expect(training).to_contain_text("mine is ready")
     report = live.client.get("/trainings").json()["trainings"][0]
-    expect(training).to_contain_text(report["message"].partition(". ")[0])
+    expect(training).to_contain_text(hide_scores(report["message"]).partition(". ")[0])
     annotation = live.client.get(f"/annotations/{report['annotations'][0]}").json()
     assert (annotation["objects"], annotation["stack"], len(report["annotations"])) == (object_count, stack, 1)
     live.client.delete("/models/mine")

@@ -37,10 +37,35 @@ FIND_LAYOUT_PROBLEMS = """() => {
   return [...overlappingReadouts, ...shortSliders].map(node => node.outerHTML);
 }"""
 
-COMPARE_OBJECTS = """async ([first, second]) => {
-  const { compareObjects } = await import("/page/volumes/label_agreement.js");
-  const agreement = compareObjects({ data: Uint16Array.from(first) }, { data: Uint16Array.from(second) });
+COMPARE_OBJECTS = """async ([first, second, ...hiddenFlags]) => {
+  const { compareObjects, countOverlaps } = await import("/page/volumes/label_agreement.js");
+  const [firstLabels, secondLabels] = [first, second].map(ids => ({ data: Uint16Array.from(ids) }));
+  const overlaps = await countOverlaps(firstLabels, secondLabels, new AbortController().signal);
+  const agreement = compareObjects(overlaps, hiddenFlags);
   return { ...agreement, colorIndices: agreement.colorIndices.map(indices => [...indices]) };
+}"""
+
+# Counts the overlaps of the objects of two stacks of 64 x 512 x 512 voxels, and returns the tasks above 50 ms.
+FIND_LONG_TASKS = """async () => {
+  const { countOverlaps } = await import("/page/volumes/label_agreement.js");
+  const [first, second] = [11, 12].map(edge => ({
+    data: Uint16Array.from(
+      { length: 64 << 18 },
+      (_, p) => Math.floor((p >> 9 & 511) / edge) * 47 + Math.floor((p & 511) / edge),
+    ),
+  }));
+  const durations = [];
+  const observer = new PerformanceObserver(list => durations.push(...list.getEntries().map(entry => entry.duration)));
+  await new Promise(resolve => setTimeout(resolve, 200));
+  observer.observe({ entryTypes: ["longtask"] });
+  const start = performance.now();
+  const overlaps = await countOverlaps(first, second, new AbortController().signal);
+  const milliseconds = performance.now() - start;
+  await new Promise(resolve => setTimeout(resolve, 200));
+  const abort = new AbortController();
+  const aborted = countOverlaps(first, second, abort.signal);
+  abort.abort();
+  return { milliseconds, durations, count: overlaps.length, aborted: await aborted };
 }"""
 
 
@@ -96,9 +121,19 @@ def test_objects_correspond_if_their_iou_exceeds_one_half(fake: LiveServer, open
     for a, b in np.ndindex(3, 3):
         are_best_partners = overlaps[a, b] == overlaps[a].max() == overlaps[:, b].max() > 0
         assert are_best_partners == (colors[0][a + 1] == colors[1][b + 1] != 0)
+    hidden = page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist(), [0, 0, 1, 0], [0, 1]])
+    masked = [np.where(first == 2, 0, first).tolist(), np.where(second == 1, 0, second).tolist()]
+    assert hidden == page.evaluate(COMPARE_OBJECTS, masked) != agreement
     assert page.evaluate(COMPARE_OBJECTS, [first.tolist(), first.tolist()])["commonCount"] == 3
     empty = page.evaluate(COMPARE_OBJECTS, [first.tolist(), np.zeros(300, int).tolist()])
     assert (empty["commonCount"], empty["objectCounts"], empty["colorIndices"]) == (0, [3, 0], [[0] * 4, [0]])
+
+
+def test_comparison_of_large_results_does_not_block_the_page(fake: LiveServer, open_page: OpenPage) -> None:
+    result = open_page(fake).evaluate(FIND_LONG_TASKS)
+    assert result["count"] > 2000
+    assert result["aborted"] is None
+    assert sum(result["durations"]) < result["milliseconds"] / 2, result
 
 
 def test_time_series_is_segmented_tracked_and_viewed(

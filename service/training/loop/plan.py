@@ -84,14 +84,14 @@ class ObjectCounts(NamedTuple):
 
     def describe(self) -> str:
         """Return the scores for users."""
-        text = (
+        scores = (
             f"F1 {self.f1:.2f} at IoU 0.5 and {self.f1_strict:.2f} at IoU 0.7, precision {self.precision:.2f}, recall"
             f" {self.recall:.2f}"
         )
         if self.voxels:
             splits, merges = self.split_bits / self.voxels, self.merge_bits / self.voxels
-            text += f", variation of information {splits + merges:.2f} ({splits:.2f} splits, {merges:.2f} merges)"
-        return text
+            scores += f", variation of information {splits + merges:.2f}: {splits:.2f} splits, {merges:.2f} merges"
+        return f"{self.matched} of {self.true} objects correct, {self.found - self.matched} false ({scores})"
 
 
 def rate_partition(f1: float, voi: float | None) -> float | None:

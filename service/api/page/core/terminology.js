@@ -29,13 +29,20 @@ const DISPLAYED_VALUES = {
   "voxel_size=Z,Y,X": "",
   "allow_incomplete=true": "use the planes that are present",
 };
-/** Indices of channels, which the web UI counts from 1. A longer number is a name, such as the wavelength 488. */
-const CHANNEL_INDEX_PATTERN = /^\d{1,2}$/;
+/** Indices of channels and scenes, which the web UI counts from 1. A longer number is a name, such as the wavelength 488. @type {Record<string, RegExp>} */
+const INDEX_PATTERNS = { channel: /^\d{1,2}$/, scene: /^\d{1,5}$/ };
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
 const ZYX_SHAPE_PATTERN = /(?<! x )\b(\d+) x (\d+) x (\d+)\b(?! x )/g;
 /** Numbers of time points in messages, such as in "Time points 2, 3". */
 const TIME_POINTS_PATTERN = /(?<=\b[Tt]ime points? )\d+(?:, \d+)*/g;
+/** Lists of channels or scenes in messages, such as in "2 channels: 0 (DAPI), 1". */
+const ITEM_LIST_PATTERN =
+  /(?<=\b(?:channels?|scenes?): )\d+(?: \(.*?\)(?=, \d|[.;]| and \d|$))?(?:, \d+(?: \(.*?\)(?=, \d|[.;]| and \d|$))?)*/g;
+/** Indices in such lists. */
+const LISTED_INDEX_PATTERN = /(?<=^|, )\d+(?= \(|, |$)/g;
+/** Index of a scene that a file does not have. */
+const MISSING_SCENE_PATTERN = /(?<=\bno scene )\d+\b/g;
 const FIJI_ADVICE =
   "Open it in Fiji with %, set the voxel size under Image > Properties, and save it with File > Save As > Tiff.";
 /** Menu items that replace a conversion in Python, by Python module. @type {Record<string, string>} */
@@ -51,13 +58,17 @@ const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
 /** Describe a parameter in the terms of the web UI. @param {string} name of the parameter @param {string} value of the parameter, "" to return only the title */
 export function describeSetting(name, value) {
   const displayedValue = DISPLAYED_VALUES[`${name}=${value}`] ?? value;
-  if (name === "channel" && CHANNEL_INDEX_PATTERN.test(displayedValue))
-    return `${SETTING_TITLES.channel}: ${Number(displayedValue) + 1}`;
+  if (INDEX_PATTERNS[name]?.test(displayedValue)) return `${SETTING_TITLES[name]}: ${formatIndex(displayedValue)}`;
   if (name === "time" && displayedValue) return `${SETTING_TITLES.time}: ${formatTimeParameter(displayedValue)}`;
   const valueWithUnit = name === "voxel_size" && displayedValue ? `${displayedValue}um` : displayedValue;
   return valueWithUnit
     ? `${SETTING_TITLES[name] ?? name}: ${formatLengths(valueWithUnit)}`
     : (SETTING_TITLES[name] ?? name);
+}
+
+/** @param {string} index of a channel or scene @returns {string} its number in the web UI */
+function formatIndex(index) {
+  return String(Number(index) + 1);
 }
 
 /** Rewrite a message from the service: replace parameters with the titles of settings, and convert lengths to x, y, z order. @param {string} text */
@@ -71,6 +82,8 @@ export function toPageTerms(text) {
       .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
       .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
       .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
+      .replace(ITEM_LIST_PATTERN, (items) => items.replace(LISTED_INDEX_PATTERN, formatIndex))
+      .replace(MISSING_SCENE_PATTERN, formatIndex)
       .replace(" (docs/training.md)", "")
       .replace(/To use another one, set scene to its (?:name or )?index\./, "Select another one under “Scene”.")
       .replace(

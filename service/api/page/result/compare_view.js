@@ -8,7 +8,7 @@ import { TimeSlider } from "../stack/time_slider.js";
 import { Viewer } from "../viewer/viewer.js";
 import { measureCorrectedObjects } from "../volumes/corrected_labels.js";
 import * as correctionStore from "../volumes/correction_store.js";
-import { compareObjects } from "../volumes/label_agreement.js";
+import { compareObjects, countOverlaps } from "../volumes/label_agreement.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { createHiddenFlags, fetchTable, filterRows, findChannel, getIntensityColumn } from "../volumes/object_table.js";
 import { fetchPlane, fetchVolume, findScene, makePlaneParameters } from "../volumes/planes.js";
@@ -197,13 +197,12 @@ export async function showComparison(root, ids, signal) {
     };
     return new ComparisonSide(index === 0 ? "Left" : "Right", job, results, select, () => {
       clearTimeout(compareTimer);
-      compareTimer = window.setTimeout(() => {
-        agreementText.textContent = compareSides(sides);
-      }, COMPARE_DELAY_MILLISECONDS);
+      compareTimer = window.setTimeout(() => comparison.update(), COMPARE_DELAY_MILLISECONDS);
     });
   });
   byId("title").textContent = `Compare two results of ${jobs[0].name}`;
   const agreementText = element("p", { class: "muted", role: "status" }, "Reading the stack");
+  const comparison = new Comparison(sides, agreementText, signal);
   const timeSlider = new TimeSlider();
   root.replaceChildren(
     element("div", { class: "pair" }, ...sides.map((side) => side.root)),
@@ -238,7 +237,7 @@ export async function showComparison(root, ids, signal) {
     );
     try {
       await loadTimePoint(sides, stackId, file, planeParameters, timeSlider.time, loadSignal);
-      agreementText.textContent = compareSides(sides);
+      await comparison.update();
     } catch (error) {
       if (!loadSignal.aborted) agreementText.textContent = /** @type {Error} */ (error).message;
     }
@@ -315,17 +314,52 @@ function synchronizeSides(sides) {
   }
 }
 
-/** Compare the two results. Give corresponding objects the same color, and return a description of the agreement. @param {ComparisonSide[]} sides */
-function compareSides([left, right]) {
-  if (right.isOtherScene) return "The results belong to different scenes of the file.";
-  const [leftLabels, rightLabels] = [left, right].map(({ viewer }) => viewer.scene.state.labels);
-  if (!leftLabels || !rightLabels) return "";
-  if (leftLabels.data.length !== rightLabels.data.length) return "The results cover different parts of the stack.";
-  if (left.job.objects === null || right.job.objects === null) return "";
-  const hiddenFlags = [left, right].map(({ viewer }) => viewer.scene.state.hiddenFlags);
-  const { commonCount, objectCounts, colorIndices } = compareObjects(leftLabels, rightLabels, hiddenFlags);
-  [left, right].forEach(({ viewer }, index) => {
-    viewer.scene.set({ colorIndices: colorIndices[index] });
-  });
-  return `${formatCount(commonCount, "object")} in both (overlap above 50%), ${objectCounts[0] - commonCount} only on the left, ${objectCounts[1] - commonCount} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
+/** Agreement of the displayed objects of two results. */
+class Comparison {
+  /** @param {ComparisonSide[]} sides @param {HTMLElement} text element that describes the agreement @param {AbortSignal} signal */
+  constructor(sides, text, signal) {
+    this.sides = sides;
+    this.text = text;
+    this.signal = signal;
+    this.updateAbort = new AbortController();
+    /** The compared labels and their overlaps, which do not depend on the filters. @type {{labels: Volume[], overlaps: import("../volumes/label_agreement.js").Overlap[]} | null} */
+    this.counted = null;
+  }
+
+  /** Compare the results. Give corresponding objects the same color, and describe the agreement. */
+  async update() {
+    this.updateAbort.abort();
+    this.updateAbort = new AbortController();
+    const [left, right] = this.sides;
+    const labels = this.sides.map(({ viewer }) => viewer.scene.state.labels).filter((volume) => volume !== null);
+    this.text.textContent = "";
+    if (right.isOtherScene) this.text.textContent = "The results belong to different scenes of the file.";
+    else if (labels.length < 2) return;
+    else if (labels[0].data.length !== labels[1].data.length)
+      this.text.textContent = "The results cover different parts of the stack.";
+    else if (left.job.objects !== null && right.job.objects !== null) {
+      const overlaps = await this.#countOverlaps(labels, AbortSignal.any([this.signal, this.updateAbort.signal]));
+      if (overlaps) this.#showAgreement(overlaps);
+    }
+  }
+
+  /** @param {Volume[]} labels of both sides @param {AbortSignal} signal @returns {Promise<import("../volumes/label_agreement.js").Overlap[] | null>} null if aborted */
+  async #countOverlaps(labels, signal) {
+    if (this.counted?.labels.every((volume, index) => volume === labels[index])) return this.counted.overlaps;
+    this.text.textContent = "Comparing the objects";
+    const overlaps = await countOverlaps(labels[0], labels[1], signal);
+    this.counted = overlaps && { labels, overlaps };
+    return overlaps;
+  }
+
+  /** @param {import("../volumes/label_agreement.js").Overlap[]} overlaps of the objects of both sides */
+  #showAgreement(overlaps) {
+    const hiddenFlags = this.sides.map(({ viewer }) => viewer.scene.state.hiddenFlags);
+    const { commonCount, objectCounts, colorIndices } = compareObjects(overlaps, hiddenFlags);
+    this.sides.forEach(({ viewer }, index) => {
+      viewer.scene.set({ colorIndices: colorIndices[index] });
+    });
+    const [leftCount, rightCount] = objectCounts.map((count) => count - commonCount);
+    this.text.textContent = `${formatCount(commonCount, "object")} in both (overlap above 50%), ${leftCount} only on the left, ${rightCount} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
+  }
 }

@@ -194,7 +194,7 @@ export class MetadataControls {
       selectedScene < 0 &&
         element("option", { value: "", selected: true }, this.isSceneRequired ? "select one" : "default"),
       ...scenes.map((name, index) => {
-        const text = name ? `${index}: ${name}` : String(index);
+        const text = name ? `${index + 1}: ${name}` : `Scene ${index + 1}`;
         return element("option", { value: String(index), selected: index === selectedScene }, text);
       }),
     );
@@ -237,7 +237,7 @@ export class MetadataControls {
     const key = JSON.stringify([scenes, this.parameters.allow_incomplete]);
     const createScenePreviews = (/** @type {PreviewFetchers} */ { fetchScene }) =>
       scenes.slice(0, MAX_SCENE_PREVIEWS).map((name, index) => ({
-        caption: [name || String(index)],
+        caption: [name || `Scene ${index + 1}`],
         color: WHITE,
         fetchPlane: () => fetchScene(index),
       }));

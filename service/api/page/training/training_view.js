@@ -19,6 +19,9 @@ const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   serving: "Loading the new model",
 });
 
+/** Counts and scores in the message of a training run, first those of the base model. The scores are displayed on hover. */
+const COUNTS_PATTERN = /(\d+ of \d+ objects correct, \d+ false) \(([^()]*)\)/g;
+
 /** @param {TrainingRun} trainingRun */
 function isFinished({ state }) {
   return state !== "waiting" && state !== "running";
@@ -125,6 +128,7 @@ class TrainingView {
   #showResult(trainingRun) {
     const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = trainingRun;
     const hasScores = scoreBefore !== null && scoreAfter !== null;
+    const counts = [...message.matchAll(COUNTS_PATTERN)];
     const hasModel = state === "done" && model !== null;
     const hasFailed = better === false || state === "failed";
     redraw(this.result, () => [
@@ -132,21 +136,21 @@ class TrainingView {
         element(
           "dl",
           { class: "scores" },
-          element(
-            "div",
-            {},
-            element("dt", {}, "Score of the base model"),
-            element("dd", {}, formatPercent(scoreBefore)),
-          ),
-          element("div", {}, element("dt", {}, "Score of the new model"), element("dd", {}, formatPercent(scoreAfter))),
+          createScore("Base model", scoreBefore, counts[0]),
+          createScore("New model", scoreAfter, counts[1]),
         ),
       hasScores &&
         element(
           "p",
-          { class: "muted small" },
-          "F1 score on held-out data. Objects match if they overlap by more than 50% (intersection over union).",
+          { class: "muted small", title: "The score is F1 at an intersection over union of 0.5." },
+          "Measured on held-out parts of the annotated stacks. An object is correct if it overlaps an annotated one by more than 50%.",
         ),
-      message && element("p", { class: hasFailed ? "warning-text" : "muted" }, toPageTerms(message)),
+      message &&
+        element(
+          "p",
+          { class: hasFailed ? "warning-text" : "muted" },
+          toPageTerms(message.replace(COUNTS_PATTERN, "$1")),
+        ),
       hasFailed &&
         annotations.length > 0 &&
         element("p", {}, element("a", { href: `#annotated=${annotations[0]}` }, "Continue the annotation")),
@@ -160,6 +164,15 @@ class TrainingView {
       hasModel && this.#createDeleteButton(trainingRun, model),
     ]);
   }
+}
+
+/**
+ * Create the score of a model.
+ * @param {string} title @param {number} score F1 @param {RegExpMatchArray | undefined} counts counts and scores from the message
+ */
+function createScore(title, score, counts) {
+  const [, countsText, scoresText] = counts ?? ["", formatPercent(score), "F1 score"];
+  return element("div", { title: scoresText }, element("dt", {}, title), element("dd", {}, countsText));
 }
 
 /** @param {TrainingRun} trainingRun */

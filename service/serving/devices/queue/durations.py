@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.serving.devices.queue.job import Job, Progress
 
@@ -19,8 +19,17 @@ MAX_RETRY_SECONDS = 120
 ASSUMED_SECONDS_PER_WINDOW = 0.1
 # Time after the last window relative to the time for windows, assumed until a job of the model has been timed.
 ASSUMED_FINISHING_RATIO = 0.1
+# Number of jobs of similar size whose durations predict the duration of a new job.
+SIMILAR_JOB_COUNT = 5
 # Shorter finishing times are too inaccurate to learn from.
 MIN_TIMED_FINISHING_SECONDS = 0.1
+
+
+class Timing(NamedTuple):
+    """Duration of a completed job, and the number of windows that was estimated for it."""
+
+    window_count: int
+    seconds: float
 
 
 class JobDurations:
@@ -31,6 +40,10 @@ class JobDurations:
     """
 
     def __init__(self) -> None:
+        # Seconds that each running job had for itself since the start of the service, if running jobs share evenly.
+        self._shared_seconds, self._update_time = 0.0, 0.0
+        # Newest first, by model.
+        self._timings: defaultdict[str, deque[Timing]] = defaultdict(lambda: deque(maxlen=RECENT_JOB_COUNT))
         self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOB_COUNT)
         self._seconds_per_window: dict[str, float] = {}
         # Ratio of the finishing time to the time for windows, by model.
@@ -70,10 +83,27 @@ class JobDurations:
         return (finishing_ratio or 0.0) * window_seconds
 
     def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
-        """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
-        if model_name not in self._seconds_per_window:
+        """Estimate the duration of a job with this many windows; return None if no job of the model has been timed.
+
+        The estimate is the typical duration per window of the jobs with the most similar numbers of windows. These
+        durations include estimating the diameter and decoding. The numbers of windows are estimates as well, because
+        the diameter of a stack is not known in advance.
+        """
+        timings = sorted(
+            self._timings[model_name],
+            key=lambda timing: abs(math.log(timing.window_count / max(window_count, 1))),
+        )
+        if not timings:
             return None
-        return window_count * self._seconds_per_window[model_name] * (1 + self._finishing_ratios.get(model_name, 0.0))
+        return window_count * statistics.median_low(
+            timing.seconds / timing.window_count for timing in timings[:SIMILAR_JOB_COUNT]
+        )
+
+    def update_shared_seconds(self, now: float, running_count: int) -> float:
+        """Return the seconds that each running job had for itself. Call this before the number of jobs changes."""
+        self._shared_seconds += (now - self._update_time) / max(running_count, 1)
+        self._update_time = now
+        return self._shared_seconds
 
     def compute_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows. The finishing phase counts as an equivalent number of windows."""
@@ -105,6 +135,9 @@ class JobDurations:
         """Update the estimates for windows and for finishing from a job that has ended."""
         if job.state != "done":
             return
+        if job.window_count:
+            seconds = max(self._shared_seconds - job.shared_start_seconds, job.device_seconds)
+            self._timings[job.model_name].appendleft(Timing(job.window_count, seconds))
         if job.progress.total:
             seconds = (job.device_seconds or job.seconds_run) / job.progress.total
             self._seconds_per_window[job.model_name] = (

@@ -68,7 +68,7 @@ class Job(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_name = model_name
-        self._clock = clock
+        self.clock = clock
         self.owner = owner
         self.window_count = window_count
         self.needs = needs
@@ -77,6 +77,8 @@ class Job(Generic[T]):
         self.deadline = 0.0
         # Device time in seconds, and number of batch slots that the job has used; 0 if unknown.
         self.device_seconds = self.device_slots = 0.0
+        # Value of the queue's clock of shared seconds at the start of the job.
+        self.shared_start_seconds = 0.0
         # Set by the queue, which may start another job when this one progresses.
         self.on_advance: Callable[[], None] = lambda: None
         self.on_needs_changed: Callable[[Job[T], ResourceNeeds], None] = lambda _job, _needs: None
@@ -84,7 +86,7 @@ class Job(Generic[T]):
         self.progress = Progress()
         # Number of completed time points of a series and total number of time points.
         self.time_points = Progress()
-        self.creation_time = self._clock()
+        self.creation_time = self.clock()
         self._work = work
         self._cancel_event = threading.Event()
         self._start_time: float | None = None
@@ -105,7 +107,7 @@ class Job(Generic[T]):
     @property
     def seconds_waited(self) -> float:
         """Seconds from the creation of the job until its work started, or until now if it has not started."""
-        return (self._start_time if self._start_time is not None else self._clock()) - self.creation_time
+        return (self._start_time if self._start_time is not None else self.clock()) - self.creation_time
 
     @property
     def seconds_run(self) -> float:
@@ -120,7 +122,7 @@ class Job(Generic[T]):
     def _seconds_since(self, start_time: float | None) -> float:
         if start_time is None:
             return 0.0
-        return (self._end_time if self._end_time is not None else self._clock()) - start_time
+        return (self._end_time if self._end_time is not None else self.clock()) - start_time
 
     def cancel(self) -> None:
         """Cancel the job: immediately if it is waiting, otherwise when its work next polls `cancelled`."""
@@ -135,7 +137,7 @@ class Job(Generic[T]):
     def advance(self, done: int, total: int) -> None:
         """Record the number of completed windows."""
         # Set the time first, so that it is available when other threads see that all windows are done.
-        self._last_window_time = self._clock() if done == total else None
+        self._last_window_time = self.clock() if done == total else None
         self.progress = Progress(done, total)
         self.on_advance()
 
@@ -147,17 +149,17 @@ class Job(Generic[T]):
         """Run the work, unless the job was canceled while it was waiting. The caller passes exceptions to `fail`."""
         if not self.future.set_running_or_notify_cancel():
             return
-        self._start_time = self._clock()
+        self._start_time = self.clock()
         try:
             result = self._work(self)
         finally:
             self._drop_work()
-        self._end_time = self._clock()
+        self._end_time = self.clock()
         self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """End the job with an error, in the thread that called `run`."""
-        self._end_time = self._clock()
+        self._end_time = self.clock()
         if isinstance(error, StackSegError):
             # The message is sufficient, and the traceback would keep volumes in memory.
             _drop_tracebacks(error)

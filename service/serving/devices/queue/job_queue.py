@@ -133,6 +133,9 @@ class JobQueue:
                 self._has_notified_thread = False
                 if (job := self._find_next_job()) is not None:
                     self._waiting_jobs.remove(job)
+                    job.shared_start_seconds = self._durations.update_shared_seconds(
+                        job.clock(), len(self._running_jobs)
+                    )
                     self._running_jobs[job] = job.needs()
                     self._sort()
                     # Another thread may start another job in addition to this one.
@@ -260,6 +263,7 @@ class JobQueue:
     def _remove(self, job: Job[Any]) -> None:
         with self._condition:
             self._memory.invalidate()
+            self._durations.update_shared_seconds(job.clock(), len(self._running_jobs))
             if self._running_jobs.pop(job, None) is None and job in self._waiting_jobs:
                 self._waiting_jobs.remove(job)
             self._durations.learn_from(job)

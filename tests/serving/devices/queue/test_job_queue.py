@@ -191,7 +191,6 @@ def test_finishing_time_is_learned_and_part_of_estimates() -> None:
     queue.offer(running)
     # A job takes 40 s per window including decoding, and decoding takes three times as long as the windows.
     assert queue.estimate_seconds_left(running) == pytest.approx(400 * 4)
-    assert queue.estimate_new_job_seconds("m", 20) == pytest.approx(800 * 4)
     assert queue.take() is running
     assert running.future.set_running_or_notify_cancel()
     running._start_time = clock.now
@@ -208,6 +207,40 @@ def test_finishing_time_is_learned_and_part_of_estimates() -> None:
     clock.now += 300
     assert queue.get_progress(running) == (total - 1, total)
     assert queue.estimate_seconds_left(running) is None, "finishing takes longer than expected"
+
+
+def test_duration_of_a_new_job_is_learned_from_jobs_of_similar_size() -> None:
+    queue, clock = JobQueue(max_waiting=4), Clock()
+    assert queue.estimate_new_job_seconds("m", 10) is None
+
+    def run(windows: int, seconds: float) -> None:
+        def work(job: Job[None]) -> None:
+            job.advance(windows // 4, windows // 4)
+            clock.now += seconds
+
+        queue.offer(Job("m", work, window_count=windows, clock=clock))
+        queue.take().run()
+
+    run(10, 90.0)
+    for _ in range(5):
+        run(10, 20.0)
+    for _ in range(5):
+        run(1000, 500.0)
+    assert queue.estimate_new_job_seconds("m", 12) == pytest.approx(24)
+    assert queue.estimate_new_job_seconds("m", 2000) == pytest.approx(1000)
+    assert queue.estimate_new_job_seconds("other", 12) is None
+
+
+def test_duration_of_a_new_job_excludes_the_time_for_jobs_that_ran_at_the_same_time() -> None:
+    queue, clock = JobQueue(max_waiting=4, guaranteed_job_count=4), Clock()
+    jobs = [Job("m", return_seven, window_count=10, clock=clock) for _ in range(4)]
+    offer(queue, *jobs)
+    for _ in jobs:
+        queue.take()
+    clock.now += 80
+    for job in jobs:
+        job.run()
+    assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(20)
 
 
 def test_endless_small_jobs_do_not_starve_a_huge_job() -> None:
