@@ -244,10 +244,10 @@ def get_sample_names(page: TiffPage, sample_count: int) -> tuple[str, ...]:
     return names + ("",) * (sample_count - len(names))
 
 
-def get_pixel_value_notes(page: TiffPage) -> tuple[str, ...]:
-    """Return notes for pages whose stored values are not proportional to brightness."""
+def get_page_notes(page: TiffPage) -> tuple[str, ...]:
+    """Return notes for pages that are copies of larger images, or whose values are not proportional to brightness."""
     if page.is_reduced and page.subifds is not None:
-        return ("The file marks its pages as reduced copies. Images in full size in other places are not read.",)
+        return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)
     if page.photometric == 3:
         return ("The image has a color palette. The stored values are used instead of the colors.",)
     if page.photometric == 0:

@@ -69,8 +69,8 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
         image = replace(
             image, notes=(*image.notes, "The file is a result of StackSeg. Segment the original image instead.")
         )
-    value_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_pixel_value_notes(page))
-    return replace(image, calibration=_find_calibration(image, tiff), notes=(*image.notes, *value_notes))
+    page_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_page_notes(page))
+    return replace(image, calibration=_find_calibration(image, tiff), notes=(*image.notes, *page_notes))
 
 
 def _find_calibration(image: StoredImage, tiff: TiffFile) -> Calibration:

@@ -53,6 +53,10 @@ _COMBINE_PLANES_ADVICE = (
     "Files of this type contain a single plane. Open the planes in Fiji with File > Import > Image Sequence, set the"
     " voxel size under Image > Properties, and save them as one TIFF."
 )
+_MATLAB_EXPRESSION = "scipy.io.loadmat('stack.mat')['NAME'].transpose(2, 0, 1).astype('float32')"
+_MATLAB_73_EXPRESSION = "h5py.File('stack.mat')['NAME'][:].transpose(0, 2, 1).astype('float32')"
+# End of the first name in a zip archive, if it has up to 100 characters.
+_MAX_FIRST_NAME_END = 130
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 _FORMATS = (
@@ -73,8 +77,21 @@ _FORMATS = (
     _Format("MRC", ((b"MAP ", 208),), _make_python_advice("mrcfile", "mrcfile.read('stack.mrc').astype('float32')")),
     _Format("NumPy", ((b"\x93NUMPY", 0),), _make_python_advice("numpy", "numpy.load('stack.npy').astype('float32')")),
     _Format("DICOM", ((b"DICM", 128),), _make_bioformats_advice("dcm")),
+    _Format(
+        "MetaImage",
+        ((b"ObjectType", 0), (b"NDims", 0)),
+        _make_python_advice(
+            "SimpleITK", "SimpleITK.GetArrayFromImage(SimpleITK.ReadImage('stack.mha')).astype('float32')"
+        ),
+    ),
+    _Format("MATLAB", ((b"MATLAB 5.0 MAT-file", 0),), _make_python_advice("scipy.io", _MATLAB_EXPRESSION)),
+    _Format("MATLAB 7.3", ((b"MATLAB 7.3 MAT-file", 0),), _make_python_advice("h5py", _MATLAB_73_EXPRESSION)),
+    _Format("ICS", ((b"ics_version", 2),), _make_bioformats_advice("ics")),
+    _Format("Olympus ETS", ((b"SIS\0", 0),), f"Open the VSI file instead: {_make_bioformats_advice('vsi')}"),
+    _Format("Imspector OBF", ((b"OMAS_BF_", 0),), _make_bioformats_advice("msr")),
     _Format("PNG", ((b"\x89PNG\r\n\x1a\n", 0),), _COMBINE_PLANES_ADVICE),
     _Format("JPEG", ((b"\xff\xd8\xff", 0),), _COMBINE_PLANES_ADVICE),
+    _Format("GIF", ((b"GIF87a", 0), (b"GIF89a", 0)), _COMBINE_PLANES_ADVICE),
     _Format("gzip", ((b"\x1f\x8b", 0),), _make_unpacking_advice("gunzip stack.gz")),
     _Format("bzip2", ((b"BZh", 0),), _make_unpacking_advice("bunzip2 stack.bz2")),
     _Format("xz", ((b"\xfd7zXZ\0", 0),), _make_unpacking_advice("unxz stack.xz")),
@@ -82,10 +99,23 @@ _FORMATS = (
     _Format("zip", ((b"PK\x03\x04", 0),), _make_unpacking_advice("unzip stacks.zip")),
     _Format("tar", ((b"ustar", 257),), _make_unpacking_advice("tar -xf stacks.tar")),
     _Format(
+        "AppleDouble",
+        ((b"\0\x05\x16\x07", 0),),
+        "It contains only attributes that macOS stores next to the image. Send the file without ._ before its name.",
+    ),
+    _Format(
+        "Git LFS pointer",
+        ((b"version https://git-lfs.github.com", 0),),
+        "It only refers to the image. Download the image with git lfs pull.",
+    ),
+    _Format(
         "HTML",
         ((b"<!DOCTYPE", 0), (b"<!doctype", 0), (b"<html", 0)),
         "It is a web page, not a stack. Check the URL from which the file was downloaded.",
     ),
+)
+_NUMPY_ARCHIVE = _Format(
+    "NumPy archive", (), _make_python_advice("numpy", "numpy.load('stack.npz')['arr_0'].astype('float32')")
 )
 _OTHER_HDF5 = _Format("HDF5", (), _make_python_advice("h5py", "h5py.File('stack.h5')['DATASET'][:].astype('float32')"))
 _OME_XML = _Format("OME-XML", (), "It describes the image files in its folder. Export the image as one OME-TIFF.")
@@ -112,6 +142,8 @@ def _identify_format(head: bytes) -> _Format | None:
         return _OTHER_HDF5
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
         return _OME_XML
+    if head.startswith(b"PK\x03\x04") and b".npy" in head[:_MAX_FIRST_NAME_END]:
+        return _NUMPY_ARCHIVE
     for file_format in _FORMATS:
         if any(head.startswith(signature, position) for signature, position in file_format.signatures):
             return file_format

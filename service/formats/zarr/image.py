@@ -65,14 +65,12 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             multiscale = multiscales[select_scene(scenes, 0 if scene is None else scene)]
         else:
             multiscale = multiscales[0]
-        datasets = multiscale["datasets"]
-        paths = [zarr_store.join(folder, dataset["path"]) for dataset in (datasets[0], datasets[-1])]
+        datasets = [multiscale["datasets"][index] for index in (0, -1)]
     note = (
         f"The store contains {len(scenes)} images. The first one is used. To use another one, set scene to its index."
     )
-    array, is_first = _open_finest(store, *paths)
+    array, dataset = _open_finest(store, folder, *datasets)
     with translate_errors("its OME metadata"):
-        dataset = datasets[0 if is_first else -1]
         version = str(attributes.get("version") or multiscale.get("version") or "")
         axes = _find_axes(multiscale, dataset)
         if axes is None and version in _VERSIONS_WITHOUT_AXES and len(array.shape) == 5:
@@ -94,19 +92,28 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
         )
 
 
-def _open_finest(store: Store, first_path: str, last_path: str) -> tuple[ZarrArray, bool]:
-    """Return the array with the full resolution, and whether it is the first one.
+def _open_finest(
+    store: Store, folder: str, first: dict[str, Any], last: dict[str, Any]
+) -> tuple[ZarrArray, dict[str, Any]]:
+    """Return the array with the full resolution, and its metadata in `multiscales`.
 
     The specification requires that the first array is the largest, but some programs write the reverse order.
     """
-    first = open_array(store, first_path)
+    first_array = _open_dataset(store, folder, first)
     try:
-        last = first if last_path == first_path else open_array(store, last_path)
+        last_array = first_array if last is first else _open_dataset(store, folder, last)
     except (BadFile, TooLarge):
         # Only the full resolution is needed. Coarser ones may not have been copied.
-        last = first
-    is_first = math.prod(last.shape) <= math.prod(first.shape)
-    return (first if is_first else last), is_first
+        return first_array, first
+    is_first = math.prod(last_array.shape) <= math.prod(first_array.shape)
+    return (first_array, first) if is_first else (last_array, last)
+
+
+def _open_dataset(store: Store, folder: str, dataset: dict[str, Any]) -> ZarrArray:
+    """Open an array that the metadata of an image lists. Raises BadFile, TooLarge."""
+    with translate_errors("its OME metadata"):
+        path = zarr_store.join(folder, dataset["path"])
+    return open_array(store, path)
 
 
 def _find_group(store: Store, scene: int | str | None) -> tuple[str, dict[str, Any], tuple[str, ...]]:
@@ -203,8 +210,9 @@ def _list_transformations(metadata: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the types of the transformations of an array or image, each with its values, or None without values."""
     listed = list[tuple[str, Any]]()
     for transformation in metadata.get("coordinateTransformations") or ():
-        parts = transformation["transformations"] if transformation["type"] == "sequence" else [transformation]
-        listed += [(str(part["type"]), part.get(part["type"])) for part in parts]
+        kind = transformation.get("type")
+        parts = transformation.get("transformations") or () if kind == "sequence" else [transformation]
+        listed += [(str(part.get("type")), part.get(part.get("type"))) for part in parts]
     return listed
 
 

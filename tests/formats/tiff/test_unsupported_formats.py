@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tifffile
 from imagecodecs import jpeg_encode, png_encode
 
 from service.core.errors import UnsupportedMedia
@@ -41,6 +42,12 @@ def make_npy(array: Any) -> bytes:
     return stream.getvalue()
 
 
+def make_npz(array: Any) -> bytes:
+    stream = io.BytesIO()
+    np.savez(stream, array)
+    return stream.getvalue()
+
+
 FILES = {
     "JPEG 2000 or an early Nikon ND2": (b"\0\0\0\x0cjP  \r\n\x87\n" + bytes(20), "File > Import > Bio-Formats"),
     "Olympus OIR": (b"OLYMPUSRAWFORMAT" + bytes(600), "bfconvert -series 0 stack.oir stack.ome.tif"),
@@ -49,6 +56,16 @@ FILES = {
     "NIfTI": (b"\x5c\1\0\0" + bytes(340) + b"n+1\0", "nibabel.load"),
     "PNG": (png_encode(PLANE), "Image Sequence"),
     "JPEG": (jpeg_encode(PLANE), "Image Sequence"),
+    "GIF": (b"GIF89a" + bytes(20), "Image Sequence"),
+    "MetaImage": (b"ObjectType = Image\nNDims = 3\n", "SimpleITK.ReadImage"),
+    "MATLAB": (b"MATLAB 5.0 MAT-file, Platform: GLNXA64" + bytes(100), "scipy.io.loadmat"),
+    "MATLAB 7.3": (b"MATLAB 7.3 MAT-file, Platform: GLNXA64" + bytes(600), "h5py.File"),
+    "ICS": (b"\t\nics_version\t1.0\n", "bfconvert -series 0 stack.ics"),
+    "Olympus ETS": (b"SIS\0" + bytes(60), "Open the VSI file"),
+    "Imspector OBF": (b"OMAS_BF_\n" + bytes(60), "stack.msr"),
+    "AppleDouble": (b"\0\x05\x16\x07\0\x02\0\0Mac OS X", "without ._ before its name"),
+    "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
+    "NumPy archive": (make_npz(np.zeros((2, 3, 4))), "numpy.load('stack.npz')['arr_0']"),
     "zip": (make_zip("stack.tif"), "unzip"),
     "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
     "tar": (make_tar(), "tar -xf"),
@@ -76,9 +93,13 @@ def test_error_for_unknown_and_damaged_files_names_the_supported_formats(content
 
 def test_suggested_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    np.save("stack.npy", np.arange(24, dtype=np.uint16).reshape(2, 3, 4))
-    for name in ("HDF5", "NIfTI", "NumPy"):
+    stack = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+    np.save("stack.npy", stack)
+    np.savez("stack.npz", stack)
+    for name in ("HDF5", "NIfTI", "MetaImage", "MATLAB", "MATLAB 7.3", "NumPy", "NumPy archive"):
         line = re.findall(r"in Python: (import .*?\))\. Then", unsupported_formats.describe_file(FILES[name][0]))[0]
         code = compile(line, name, "exec")
-    exec(code, {})
-    assert ifd.scan(io.BytesIO(Path("stack.tif").read_bytes())).offsets
+        if name.startswith("NumPy"):
+            exec(code, {})
+            assert np.array_equal(tifffile.imread("stack.tif"), stack)
+            Path("stack.tif").unlink()

@@ -481,6 +481,7 @@ def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_pat
     # A coarser resolution that was not copied is not needed, and neither is a scale in an array of its own.
     shutil.rmtree(store / "1")
     assert stack_reader.inspect(store, Selection(), LIMIT).shape == (1, 7, 30, 50)
-    finest["coordinateTransformations"] = [{"type": "scale", "path": "scales"}]
-    edit_json(store, ".zattrs", multiscales__0__datasets=[finest])
-    assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size is None
+    for transformation in ({"type": "scale", "path": "scales"}, {"scale": [1, 1, 1]}, {"type": "sequence"}):
+        datasets = [finest | {"coordinateTransformations": [transformation]}, {"path": "../outside"}]
+        edit_json(store, ".zattrs", multiscales__0__datasets=datasets)
+        assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size is None
