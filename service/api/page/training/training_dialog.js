@@ -6,7 +6,7 @@ import { describeAnnotation, fetchAnnotations } from "./annotations.js";
 
 /** Structures that a model can learn, with the values of `target` in requests. The empty value is not sent. */
 const TARGETS = [
-  ["", "The same as the base model"],
+  ["", "The same as before"],
   ["boundaries", "Boundaries, for objects that fill the stack, such as cells in a tissue"],
   ["affinities", "Boundaries with gaps, such as in electron microscopy"],
 ];
