@@ -47,7 +47,7 @@ public:
     box_ = box;
     rows_ = box.length(1) + 2, width_ = box.length(2) + 2, plane_ = rows_ * width_, planes_ = box.length(0) + 2;
     for (Buffer<int32_t> *const buffer : {&keys_, &pieces_, &positions_})
-      buffer->resize(planes_ * plane_ + 16);
+      buffer->resize(planes_ * plane_ + 1);
     codes_.resize(planes_ * plane_);
     run(planes_, [&](int64_t z, int) { fill_plane(z, write_row, pieces); });
     // More parts than threads, because their numbers of foreground voxels differ.

@@ -134,9 +134,7 @@ def _select_highest_passes(passes: Tensor, num_basins: int) -> Tensor:
 
 
 def encode_foreground(scores: Tensor) -> Tensor:
-    """Return the codes in `PROBABILITIES` of foreground logits, uint8. The voxels of a mask have the highest code."""
-    if scores.dtype == torch.bool:
-        return torch.full(scores.shape, 255, dtype=torch.uint8, device=scores.device)
+    """Return the codes in `PROBABILITIES` of foreground logits, uint8."""
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 
