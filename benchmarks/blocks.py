@@ -342,7 +342,6 @@ def measure_memory(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "balls": math.prod(n // LATTICE_PITCH + 1 for n in shape),
         "objects": joined["objects"],
         "pieces": joined["pieces"],
-        "basins": joined["basins"],
         "seconds": round(seconds, 1),
         "cpu_seconds": round(cpu, 1),
         "steps": time_steps(facts["records"]),

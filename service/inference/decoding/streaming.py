@@ -93,9 +93,7 @@ class TorchWatershed:
 
 
 def compute_foreground_mask(scores: Tensor, threshold: float) -> Tensor:
-    """Return a bool mask of the scores above the threshold. A bool tensor is returned unchanged."""
-    if scores.dtype == torch.bool:
-        return scores
+    """Return a bool mask of the scores above the threshold."""
     if scores.device.type != "cpu":
         return scores > threshold
     # On one thread, NumPy is six times as fast as PyTorch.

@@ -44,9 +44,8 @@ def find_basins(
     index = torch.int32 if len(keys) < 2**31 else torch.int64
     offsets, steps = (table.to(keys.device, index, non_blocking=True) for table in _make_offset_tables(distances))
     position = (keys > BACKGROUND_KEY).nonzero().squeeze(1).to(index)
+    basin, basins, ends = _follow_paths(position, _find_highest_neighbors(keys, position, distances, steps), len(keys))
     own_key = keys.index_select(0, position)
-    code = (own_key & POSITION_BITS) << 5 | (_find_highest_neighbors(keys, position, distances) & POSITION_BITS)
-    basin, basins, ends = _follow_paths(position, position + steps.index_select(0, code), len(keys))
     peak_keys = own_key.index_select(0, ends)
     limit = compute_keys(compute_floors(compute_heights(peak_keys))).index_select(0, basin - 1)
     near_peaks = (own_key >= limit).nonzero().squeeze(1)
@@ -75,7 +74,8 @@ def _follow_paths(position: Tensor, target: Tensor, num_voxels: int) -> tuple[Te
     # Rows of foreground voxels are numbered from 1. Row 0 represents the background.
     rows = torch.arange(1, len(position) + 1, dtype=position.dtype, device=position.device)
     row_of_voxel = position.new_zeros(num_voxels).index_copy_(0, position.long(), rows)
-    parent = row_of_voxel.index_select(0, target) - 1
+    parent = row_of_voxel.index_select(0, target).sub_(1)
+    del target
     while not torch.equal(grandparent := parent.index_select(0, parent), parent):
         parent = grandparent
     ends = (parent == rows - 1).nonzero().squeeze(1)
@@ -102,13 +102,15 @@ def _make_offset_tables(distances: tuple[int, int, int]) -> tuple[Tensor, Tensor
     return offsets[offsets != 0], steps.view(-1)
 
 
-def _find_highest_neighbors(keys: Tensor, position: Tensor, distances: tuple[int, int, int]) -> Tensor:
-    """Return the highest key among each voxel and its neighbors, given the positions of the voxels [N]."""
+def _find_highest_neighbors(keys: Tensor, position: Tensor, distances: tuple[int, int, int], steps: Tensor) -> Tensor:
+    """Return the position of the highest voxel among each voxel and its neighbors, given the positions [N]."""
     highest = keys
     for distance in reversed(distances):
         pair_maxima = torch.maximum(highest[: -2 * distance], highest[distance:-distance])
         highest = torch.maximum(pair_maxima, highest[2 * distance :], out=pair_maxima)
-    return highest.index_select(0, position - sum(distances))
+    codes = keys.index_select(0, position), highest.index_select(0, position - sum(distances))
+    own_code, highest_code = (code & POSITION_BITS for code in codes)
+    return position + steps.index_select(0, own_code << 5 | highest_code)
 
 
 def _find_passes(keys: Tensor, basins: Tensor, voxels: Tensor, limit: Tensor, offsets: Tensor) -> Tensor:
@@ -134,9 +136,7 @@ def _select_highest_passes(passes: Tensor, num_basins: int) -> Tensor:
 
 
 def encode_foreground(scores: Tensor) -> Tensor:
-    """Return the codes in `PROBABILITIES` of foreground logits, uint8. The voxels of a mask have the highest code."""
-    if scores.dtype == torch.bool:
-        return torch.full(scores.shape, 255, dtype=torch.uint8, device=scores.device)
+    """Return the codes in `PROBABILITIES` of foreground logits, uint8."""
     return (scores.float() * 16 + 128.5).clamp_(0, 255).nan_to_num_(0).to(torch.uint8)
 
 

@@ -34,8 +34,7 @@ void stackseg_free(void *watershed) { delete static_cast<VolumeWatershed *>(wate
 
 // Adds the next slab; returns 0, or -1 if there is not enough memory.
 //
-// heights     float32 or bfloat16 according to `kind`, as in `Values`
-// foreground  foreground scores, or a mask of bytes
+// heights, foreground  float32 or bfloat16 according to `kind`, as in `Values`
 int32_t stackseg_slab(void *watershed, const void *heights, int32_t kind, const int64_t *strides, const void *foreground,
                       int32_t foreground_kind, const int64_t *foreground_strides, int64_t planes) {
   try {

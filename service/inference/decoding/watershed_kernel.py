@@ -8,6 +8,7 @@ lock. The kernel needs one call per slab.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -51,8 +52,7 @@ Box = Sequence[tuple[int, int]]
 _Int64x3 = ctypes.c_int64 * 3
 
 # Dtypes, in the order of their numbers in `watershed_kernel.cpp`.
-HEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-FOREGROUND_DTYPES = (*HEIGHT_DTYPES, torch.bool)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 class WatershedParameters(NamedTuple):
@@ -119,8 +119,7 @@ class WatershedKernel(CppFunctions):
         If the end of a piece lies outside the box, the paths continue in a piece of another box.
 
         heights     float32 or bfloat16 [z, y, x] on the CPU, of the box with a one-voxel margin clipped to the volume
-        foreground  scores of the same voxels, float32 or bfloat16, which are compared with the threshold; or a bool
-                    mask
+        foreground  scores of the same voxels, float32 or bfloat16, which are compared with the threshold
 
         Raises OSError if the library is not available, ValueError if the tensors or the size of the box are not
         supported, and MemoryError if there is not enough memory.
@@ -164,8 +163,16 @@ class KernelWatershed:
 
     def call(self, name: str, heights: Tensor, foreground: Tensor, shape: Sequence[int], argument: object) -> None:
         """Call the function that adds scores of this shape. Raises ValueError and MemoryError as `add`."""
-        values = (*_describe(heights, HEIGHT_DTYPES, shape), *_describe(foreground, FOREGROUND_DTYPES, shape))
-        if getattr(self._functions, name)(self._handle, *values, argument):
+        for tensor in (heights, foreground):
+            if tensor.dtype not in DTYPES or list(tensor.shape) != list(shape) or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"expected a CPU tensor of shape {list(shape)} with a supported data type, got a tensor of type"
+                    f" {tensor.dtype} with shape {list(tensor.shape)}"
+                )
+        # The kernel reads contiguous rows.
+        tensors = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (heights, foreground)]
+        values = ((tensor.data_ptr(), DTYPES.index(tensor.dtype), _Int64x3(*tensor.stride())) for tensor in tensors)
+        if getattr(self._functions, name)(self._handle, *itertools.chain(*values), argument):
             raise MemoryError("not enough memory for the pieces of a watershed")
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
@@ -174,7 +181,7 @@ class KernelWatershed:
         Raises ValueError if the planes do not match the volume, and MemoryError if there is not enough memory.
 
         heights     float32 or bfloat16
-        foreground  float32 or bfloat16 scores, which are compared with the threshold; or a bool mask
+        foreground  float32 or bfloat16 scores, which are compared with the threshold
         """
         num_planes = heights.shape[self._along_y]
         shape = list(self._pieces.shape)
@@ -209,18 +216,6 @@ class KernelWatershed:
             *(label_of_piece.ctypes.data, labels.ctypes.data, labels.itemsize, self._threads),
         )
         return labels
-
-
-def _describe(
-    tensor: Tensor, dtypes: Sequence[torch.dtype], shape: Sequence[int]
-) -> tuple[int, int, ctypes.Array[ctypes.c_int64]]:
-    """Return the address, the number of the dtype and the strides of a tensor. Raises ValueError if it does not fit."""
-    if tensor.dtype not in dtypes or list(tensor.shape) != list(shape) or tensor.device.type != "cpu":
-        raise ValueError(
-            f"expected a CPU tensor of shape {list(shape)} with a supported data type, got a tensor of type"
-            f" {tensor.dtype} with shape {list(tensor.shape)}"
-        )
-    return tensor.data_ptr(), dtypes.index(tensor.dtype), _Int64x3(*tensor.stride())
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)

@@ -124,10 +124,9 @@ def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     watershed = TorchWatershed((12, 16, 16), CPU, 0.0, persistence)
     with SyncCounter() as added:
         for part in heights.chunk(parts):
-            watershed.add(part, part > 0 if parts == 4 else part)
+            watershed.add(part, part)
     with SyncCounter() as counted:
-        labels, objects = label_objects(watershed, persistence, choose_by_size())
+        labels, _ = label_objects(watershed, persistence, choose_by_size())
     assert added.sync_count == 0
     assert counted.sync_count < 20, "independent of the number of parts"
     assert labels.max() > 1
-    assert parts != 4 or (objects.confidence > 0.999).all(), "a mask has full confidence"

@@ -233,23 +233,21 @@ def test_scores_of_any_dtype_and_layout_are_decoded_as_in_pytorch(
 
 
 def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
-    heights, mask = torch.ones(3, 4, 5), torch.ones(3, 4, 5, dtype=torch.bool)
+    heights = torch.ones(3, 4, 5)
 
     def start() -> KernelWatershed:
         return kernel.start((3, 4, 5), PARAMETERS)
 
-    for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), mask):
-        with pytest.raises(ValueError, match="expected a CPU tensor"):
-            start().add(invalid, mask)
-    for invalid in (mask[:2], mask.to(torch.uint8)):
-        with pytest.raises(ValueError, match="expected a CPU tensor"):
-            start().add(heights, invalid)
+    for invalid in (heights.double(), heights[:, :3], heights[:, :, :4], heights.to("meta"), heights > 0):
+        for parts in ((invalid, heights), (heights, invalid)):
+            with pytest.raises(ValueError, match="expected a CPU tensor"):
+                start().add(*parts)
     complete = start()
-    complete.add(heights, mask)
+    complete.add(heights, heights)
     with pytest.raises(ValueError, match="only 0 planes are missing"):
-        complete.add(heights, mask)
+        complete.add(heights, heights)
     incomplete = start()
-    incomplete.add(heights[:2], mask[:2])
+    incomplete.add(heights[:2], heights[:2])
     with pytest.raises(ValueError, match="missing"):
         incomplete.find_pieces()
     for size in ((0, 4, 5), (2**16, 2**16, 2**16)):
