@@ -64,13 +64,15 @@ def score(truth: Labels, labels: Labels, unknown: NDArray[np.bool_] | None = Non
     unknown  mask of voxels that are not annotated, and therefore not compared. Found objects with more unknown than
              known voxels count only if they match an object
     """
-    known = np.ones(truth.shape, np.bool_) if unknown is None else ~unknown
+    known = slice(None) if unknown is None else ~unknown
     table = tabulate_overlaps(truth[known], labels[known])
     voi_split, voi_merge = compute_variation_of_information(table)
     pairs = table.select((table.true > 0) & (table.found > 0))
     true_sizes, found_sizes = table.true_sizes[pairs.true], table.found_sizes[pairs.found]
     iou = pairs.voxels / (true_sizes + found_sizes - pairs.voxels)
-    found_count = table.found_count - _count_undecided(labels, known, pairs.found[iou > 0.5])
+    found_count = table.found_count
+    if unknown is not None:
+        found_count -= _count_undecided(labels, unknown, pairs.found[iou > 0.5])
     object_count = table.true_count + found_count
     matches = iou[iou > 0.5]
     return Scores(
@@ -87,13 +89,13 @@ def score(truth: Labels, labels: Labels, unknown: NDArray[np.bool_] | None = Non
     )
 
 
-def _count_undecided(labels: Labels, known: NDArray[np.bool_], matched: NDArray[np.int64]) -> int:
+def _count_undecided(labels: Labels, unknown: NDArray[np.bool_], matched: NDArray[np.int64]) -> int:
     """Count the objects with more unknown than known voxels that are not among the matched ones.
 
     matched  positions, from 1, of the matched objects among the objects with known voxels
     """
-    values, known_sizes = np.unique(labels[known & (labels > 0)], return_counts=True)
-    unknown_labels = labels[~known]
+    values, known_sizes = np.unique(labels[~unknown & (labels > 0)], return_counts=True)
+    unknown_labels = labels[unknown]
     unknown_labels = unknown_labels[np.isin(unknown_labels, values)]
     unknown_sizes = np.bincount(np.searchsorted(values, unknown_labels), minlength=len(values))
     is_undecided = unknown_sizes > known_sizes

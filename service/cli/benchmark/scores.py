@@ -53,7 +53,8 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
     runner.warm_up()
     for path, truth_path in pairs:
         volume, labels = _read_pair(path, truth_path, options.channel, settings)
-        truth, unknown = separate_unknown_voxels(labels, label_options)
+        truth, mask = separate_unknown_voxels(labels, label_options)
+        unknown = mask if mask.any() else None
         score_functions: list[Callable[[], ScoreRow]] = [
             partial(score_model, runner, volume, truth, diameter, unknown) for diameter in options.diameter or [None]
         ]
