@@ -3,8 +3,8 @@
 A network finds objects best at the diameter that it was trained on. At other diameters, it merges or splits objects, or
 predicts lower peaks of the distance. The best scale is therefore the one at which the objects have the expected
 diameter and high peaks. The objects found at one scale suggest the next scale to probe. Cellpose (Stringer et al. 2021)
-uses a separate model for a first estimate, and also refines this estimate with a first segmentation. If the confidence
-at the estimated diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
+uses a separate model for a first estimate, and refines it with a first segmentation. If the confidence at the estimated
+diameter is low, or if no scale fits well, a trial selects the scale with the highest confidence.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ from service.inference.decoding.postprocessing import require_instances
 from service.inference.diameter.confidence import predict_confidence
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
+    MAX_ROUND_ASPECT,
+    MIN_FLAT_ASPECT,
     Factors,
     ScaleProbe,
     are_close,
     choose_better_probe,
+    compute_expected_flatness,
     is_probed,
+    measure_flatness,
+    suggest_flat_factors,
 )
 from service.inference.diameter.window_selection import (
     Box,
@@ -66,10 +71,6 @@ GOOD_FIT = 0.65
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 # Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
-# Maximum ratio between the width and depth of objects that are found as reliably as round objects.
-MAX_ROUND_ASPECT = 1.5
-# Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
-BLURRED_DEPTH_RATIO = 1.25
 # Skip resampling if the object diameter is within this factor of the model's object diameter.
 MATCHING_DIAMETER_RATIO = 1.2
 # Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
@@ -112,11 +113,12 @@ class DiameterEstimator:
         probes = self._probe_scales(centers)
         estimate, reference = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
-        if calibration is None or reference.confidence is None:
+        # A trial compares scales at which flat objects are hardly resolved along z.
+        is_flat = self._flatness >= MIN_FLAT_ASPECT and estimate.diameter is not None
+        if calibration is None or reference.confidence is None or is_flat:
             return estimate
-        is_confidence_low = reference.confidence < calibration.threshold
         # Pieces of objects that are too large for the windows have a plausible size and peak, but rarely a good fit.
-        if is_confidence_low or max(probe.fit for probe in probes) < GOOD_FIT:
+        if reference.confidence < calibration.threshold or max(probe.fit for probe in probes) < GOOD_FIT:
             return self._run_trial(estimate, reference, probes, centers)
         return estimate
 
@@ -125,7 +127,7 @@ class DiameterEstimator:
         probes = list[ScaleProbe]()
         for scale, num_windows in INITIAL_PROBES:
             probes.append(self.probe(centers, self._scale_base(scale, self._flatness), num_windows))
-            if self._is_settled(probes):
+            if self._is_settled(probes) or (len(probes) == 1 and self._probe_flat_objects(probes, centers)):
                 return probes
         for _ in range(MAX_FURTHER_PROBES):
             factors = self._suggest_factors(probes)
@@ -133,6 +135,20 @@ class DiameterEstimator:
                 break
             probes.append(self.probe(centers, factors, WINDOWS_PER_PROBE))
         return probes
+
+    def _probe_flat_objects(self, probes: list[ScaleProbe], centers: Sequence[Size]) -> bool:
+        """Probe up to two scales if the first probe found flat objects. Return whether this measured their diameter.
+
+        If the voxel size shows that planes are far apart, the first probe has enlarged them already.
+        """
+        factors = suggest_flat_factors(probes[0], self._expected_diameter) if self._flatness == 1 else None
+        while factors and len(probes) < 3 and not is_probed(factors, probes):
+            probes.append(probe := self.probe(centers, self._clamp_factors(factors), WINDOWS_PER_PROBE))
+            if probe.fit < MIN_FIT:
+                return False
+            self._flatness = measure_flatness(probe, self._base)
+            factors = self._refine_factors(probe)
+        return len(probes) > 1
 
     def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
@@ -152,13 +168,8 @@ class DiameterEstimator:
                 num_windows=num_windows,
                 likely_diameter=diameter,
             ), probes[0]
-        return DiameterEstimate(
-            diameter,
-            are_close(factors, self._base, MATCHING_DIAMETER_RATIO),
-            best_probe.num_objects,
-            num_windows,
-            diameter,
-        ), best_probe
+        matches_model = are_close(factors, self._base, MATCHING_DIAMETER_RATIO)
+        return DiameterEstimate(diameter, matches_model, best_probe.num_objects, num_windows, diameter), best_probe
 
     def _to_diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._expected_diameter / factor for factor in factors)
@@ -298,11 +309,8 @@ class DiameterEstimator:
             measurements = complete_objects[complete_objects[:, :3].prod(axis=1).argmax()][None]
             is_whole = np.isfinite(measurements[:, :3])
         width = float(np.median(measurements[:, 1:3][is_whole[:, 1:]]))
-        depth = (
-            float(np.median(measurements[is_whole[:, 0], 0]))
-            if is_whole[:, 0].sum() >= min(MIN_OBJECTS, num_objects)
-            else width
-        )
+        depths = measurements[is_whole[:, 0], 0]
+        depth = float(np.median(depths)) if len(depths) >= min(MIN_OBJECTS, num_objects) else width
         peak = float(np.median(measurements[is_whole[:, 1:].any(axis=1), 3]))
         size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
         aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
@@ -340,11 +348,3 @@ class DiameterEstimator:
             min_factor = max(base / MAX_SCALE_RATIO, min(roi / length, base))
             clamped_factors.append(min(max(factor, min_factor), base * MAX_SCALE_RATIO))
         return clamped_factors[0], clamped_factors[1], clamped_factors[2]
-
-
-def compute_expected_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
-    """Return the expected ratio of object width to depth on the base grid; 1 if the voxel size is unknown."""
-    if voxel_size is None:
-        return 1.0
-    z, y, x = (length / factor for length, factor in zip(voxel_size, base, strict=True))
-    return max(VoxelSize(z, y, x).anisotropy / BLURRED_DEPTH_RATIO, 1.0)

@@ -6,12 +6,23 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from service.core.quantities import VoxelSize
+
 # A trial selects the smallest scale whose log-odds are at most this much lower than the highest log-odds, because large
 # scales need many windows.
 LOG_ODDS_TOLERANCE = 1.0
 
 # Minimum confidence of a scale in a trial. Below this confidence, the objects are probably noise.
 MIN_TRIAL_CONFIDENCE = 0.001
+
+# Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
+BLURRED_DEPTH_RATIO = 1.25
+
+# Maximum ratio between the width and depth of objects that are found as reliably as round objects.
+MAX_ROUND_ASPECT = 1.5
+
+# Minimum ratio between the width and depth of flat objects, which are probed with planes enlarged more than pixels.
+MIN_FLAT_ASPECT = 2.5
 
 # Treat scales that are closer than this factor as equal.
 EQUAL_SCALE_RATIO = 1.15
@@ -69,3 +80,29 @@ def choose_better_probe(reference: ScaleProbe, candidates: Sequence[ScaleProbe],
     min_log_odds = max(min_log_odds - LOG_ODDS_TOLERANCE, reference.log_odds + margin)
     better_probes = [probe for probe in credible_probes if probe.log_odds >= min_log_odds]
     return min(better_probes, key=lambda probe: math.prod(probe.factors), default=None)
+
+
+def compute_expected_flatness(voxel_size: VoxelSize | None, base: Factors) -> float:
+    """Return the expected ratio of object width to depth on the base grid; 1 if the voxel size is unknown."""
+    if voxel_size is None:
+        return 1.0
+    z, y, x = (length / factor for length, factor in zip(voxel_size, base, strict=True))
+    return max(VoxelSize(z, y, x).anisotropy / BLURRED_DEPTH_RATIO, 1.0)
+
+
+def suggest_flat_factors(probe: ScaleProbe, expected_diameter: float) -> Factors | None:
+    """Return factors at which flat objects are about as deep as they are wide; None if the objects are not flat.
+
+    The depth of objects in few planes is overestimated, by a factor of about `MAX_ROUND_ASPECT`.
+    """
+    depth, width = (probe.extents[axis] / probe.factors[axis] for axis in (0, 1))
+    if not probe.fit or width < MIN_FLAT_ASPECT * depth:
+        return None
+    in_plane = expected_diameter / width
+    return MAX_ROUND_ASPECT * expected_diameter / depth, in_plane, in_plane
+
+
+def measure_flatness(probe: ScaleProbe, base: Factors) -> float:
+    """Return the ratio of object width to depth on the base grid."""
+    depth, width = (probe.extents[axis] * base[axis] / probe.factors[axis] for axis in (0, 1))
+    return width / depth

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
-from service.inference.diameter.estimation import (
+from service.inference.diameter.estimation import DiameterEstimator
+from service.inference.diameter.scale_probe import (
     BLURRED_DEPTH_RATIO,
     MAX_ROUND_ASPECT,
-    DiameterEstimator,
     compute_expected_flatness,
 )
 from service.inference.diameter.window_selection import rank_by_contrast
@@ -58,18 +58,35 @@ def estimate(
     return DiameterEstimator(make_image(pixels), (1, 1, 1), spec, score_windows, voxel_size).estimate()
 
 
-@pytest.mark.parametrize(("diameter", "aspect"), [(5, 1), (7, 1), (14, 1), (20, 1), (12, 2.5), (16, 4)])
-def test_the_estimate_is_close_to_the_diameter_of_the_objects(spec: ModelSpec, diameter: float, aspect: float) -> None:
+@pytest.mark.parametrize(
+    ("diameter", "aspect", "estimated_aspect"),
+    [(5, 1, 1), (7, 1, 1), (14, 1, 1), (20, 1, 1), (12, 2, 2 / MAX_ROUND_ASPECT), (16, 4, 4)],
+)
+def test_the_estimate_is_close_to_the_diameter_of_the_objects(
+    spec: ModelSpec, diameter: float, aspect: float, estimated_aspect: float
+) -> None:
     found = estimate(balls((80, 80, 88), diameter, aspect), spec)
     assert found.diameter is not None
     depth, width = found.diameter.lengths[0], found.diameter.lengths[-1]
     # The foreground is brighter than a tenth of the center. Diameters are whole voxels.
     assert (depth * width * width) ** (1 / 3) == pytest.approx(diameter / aspect ** (1 / 3), rel=0.2)
-    assert width / depth == pytest.approx(max(aspect / MAX_ROUND_ASPECT, 1), rel=0.25)
+    assert width / depth == pytest.approx(estimated_aspect, rel=0.25)
     assert not found.matches_model
     assert found.num_objects >= 5
     assert found.diameter.describe() in found.note
     assert "diameter=none" in found.note
+
+
+def test_flat_objects_are_measured_with_enlarged_planes_and_without_a_trial(spec: ModelSpec) -> None:
+    """The low confidence would cause a trial of other scales."""
+    calibrated = with_calibration(spec)
+    uncertain = calibrated.model_copy(
+        update={"confidence": calibrated.confidence and calibrated.confidence.model_copy(update={"intercept": -99.0})}
+    )
+    objects = balls((80, 80, 88), 16, 4)
+    for voxel_size in (None, VoxelSize(4, 1, 1)):
+        assert estimate(objects, uncertain, voxel_size=voxel_size).trial is None
+    assert estimate(objects, uncertain).num_windows == 12
 
 
 @pytest.mark.parametrize(
