@@ -169,7 +169,7 @@ struct Persistence {
   }
 };
 
-// Values of the voxels of a box, with arbitrary strides. `kind` is 0 for float32 and 1 for bfloat16.
+// Values of the voxels of a box, with arbitrary strides except along x, where it is 1. `kind` is 0 for float32 and 1 for bfloat16.
 struct Values {
   const void *data;
   int32_t kind;
@@ -200,30 +200,20 @@ private:
   }
 
   template <typename Height, typename Score>
-  void write(const Height *heights, const Score *scores, const Index &voxel, int64_t count, int32_t *keys,
-             uint8_t *codes) const {
+  void write(const Height *heights, const Score *scores, const Index &voxel, int64_t count, int32_t *__restrict keys,
+             uint8_t *__restrict codes) const {
     for (int axis = 0; axis < 3; ++axis) {
       heights += (voxel[axis] - first_[axis]) * heights_.strides[axis];
       scores += (voxel[axis] - first_[axis]) * foreground_.strides[axis];
     }
-    // The compiler vectorizes contiguous rows.
-    if (heights_.strides[2] == 1 && foreground_.strides[2] == 1)
-      write_values(heights, 1, scores, 1, voxel, count, keys, codes);
-    else
-      write_values(heights, heights_.strides[2], scores, foreground_.strides[2], voxel, count, keys, codes);
-  }
-
-  template <typename Height, typename Score>
-  void write_values(const Height *heights, int64_t step, const Score *scores, int64_t score_step, const Index &voxel,
-                    int64_t count, int32_t *__restrict keys, uint8_t *__restrict codes) const {
     const int32_t row_code = static_cast<int32_t>(9 * ((voxel[0] + 1) % 3) + 3 * ((voxel[1] + 1) % 3));
     const int32_t first = static_cast<int32_t>((voxel[2] + 1) % 3);
     for (int32_t x = 0; x < static_cast<int32_t>(count); ++x) {
-      const int32_t key = key_of(load_one(heights + x * step)) + row_code + (first + x) % 3;
-      keys[x] = load_one(scores + x * score_step) > threshold_ ? key : BACKGROUND_KEY;
+      const int32_t key = key_of(load_one(heights + x)) + row_code + (first + x) % 3;
+      keys[x] = load_one(scores + x) > threshold_ ? key : BACKGROUND_KEY;
     }
     for (int64_t x = 0; x < count; ++x)
-      codes[x] = code_of(scores + x * score_step);
+      codes[x] = code_of(scores + x);
   }
 
   const Values heights_, foreground_;

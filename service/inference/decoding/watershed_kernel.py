@@ -8,6 +8,7 @@ lock. The kernel needs one call per slab.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -162,8 +163,16 @@ class KernelWatershed:
 
     def call(self, name: str, heights: Tensor, foreground: Tensor, shape: Sequence[int], argument: object) -> None:
         """Call the function that adds scores of this shape. Raises ValueError and MemoryError as `add`."""
-        values = (*_describe(heights, shape), *_describe(foreground, shape))
-        if getattr(self._functions, name)(self._handle, *values, argument):
+        for tensor in (heights, foreground):
+            if tensor.dtype not in DTYPES or list(tensor.shape) != list(shape) or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"expected a CPU tensor of shape {list(shape)} with a supported data type, got a tensor of type"
+                    f" {tensor.dtype} with shape {list(tensor.shape)}"
+                )
+        # The kernel reads contiguous rows.
+        tensors = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (heights, foreground)]
+        values = ((tensor.data_ptr(), DTYPES.index(tensor.dtype), _Int64x3(*tensor.stride())) for tensor in tensors)
+        if getattr(self._functions, name)(self._handle, *itertools.chain(*values), argument):
             raise MemoryError("not enough memory for the pieces of a watershed")
 
     def add(self, heights: Tensor, foreground: Tensor) -> None:
@@ -207,16 +216,6 @@ class KernelWatershed:
             *(label_of_piece.ctypes.data, labels.ctypes.data, labels.itemsize, self._threads),
         )
         return labels
-
-
-def _describe(tensor: Tensor, shape: Sequence[int]) -> tuple[int, int, ctypes.Array[ctypes.c_int64]]:
-    """Return the address, the number of the dtype and the strides of a tensor. Raises ValueError if it does not fit."""
-    if tensor.dtype not in DTYPES or list(tensor.shape) != list(shape) or tensor.device.type != "cpu":
-        raise ValueError(
-            f"expected a CPU tensor of shape {list(shape)} with a supported data type, got a tensor of type"
-            f" {tensor.dtype} with shape {list(tensor.shape)}"
-        )
-    return tensor.data_ptr(), DTYPES.index(tensor.dtype), _Int64x3(*tensor.stride())
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)
