@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <numeric>
 #include <utility>
@@ -30,18 +29,16 @@ class PassTable {
 public:
   void add(uint32_t piece_a, uint32_t piece_b, int32_t key) {
     const uint64_t pair = static_cast<uint64_t>(std::min(piece_a, piece_b)) << 32 | std::max(piece_a, piece_b);
-    Entry &slot = recent_[hash(pair) >> (64 - SLOT_BITS)];
-    if (slot.pair != pair) {
-      flush(slot);
-      slot = {pair, key};
-    }
-    slot.key = std::max(slot.key, key);
+    if (4 * count_ >= 3 * highest_.size())
+      grow();
+    Entry &entry = find(pair);
+    if (!entry.pair)
+      entry = {pair, key}, ++count_;
+    entry.key = std::max(entry.key, key);
   }
 
   // Appends all passes to a list, and clears the table. `resolve` returns the final number of a piece.
   template <typename Resolve> void move_to(std::vector<Pass> &passes, const Resolve &resolve) {
-    for (Entry &slot : recent_)
-      flush(slot);
     for (Entry &entry : highest_)
       if (entry.pair) {
         passes.push_back({resolve(static_cast<uint32_t>(entry.pair >> 32)), resolve(static_cast<uint32_t>(entry.pair)), entry.key});
@@ -51,25 +48,11 @@ public:
   }
 
 private:
-  // Most passes belong to a recent pair, so recent pairs are stored in a small direct-mapped cache of 2^SLOT_BITS slots.
-  static constexpr int SLOT_BITS = 9;
   struct Entry {
     uint64_t pair;
     int32_t key;
   };
   static size_t hash(uint64_t pair) { return (pair ^ pair >> 29) * 0x9E3779B97F4A7C15; }
-
-  void flush(Entry &slot) {
-    if (slot.pair) {
-      if (4 * count_ >= 3 * highest_.size())
-        grow();
-      Entry &entry = find(slot.pair);
-      if (!entry.pair)
-        entry = slot, ++count_;
-      entry.key = std::max(entry.key, slot.key);
-    }
-    slot.pair = 0;
-  }
 
   // Returns the entry of the pair, or the free entry for it.
   Entry &find(uint64_t pair) {
@@ -88,7 +71,6 @@ private:
         find(entry.pair) = entry;
   }
 
-  std::array<Entry, 1 << SLOT_BITS> recent_{};
   int bits_ = 6;
   std::vector<Entry> highest_ = std::vector<Entry>(size_t(1) << bits_);
   size_t count_ = 0;
