@@ -73,6 +73,10 @@ def test_models_are_tried_on_the_stack_and_one_segments_it(nuclei: LiveServer, o
     job = nuclei.client.get("/jobs").json()["jobs"][0]
     assert job["parameters"]["model"] == "membranes"
     expect(page.locator("select:has(option[value=membranes])")).to_have_value("membranes")
+    page.get_by_role("button", name="Models", exact=True).click()
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.go_back()
+    expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def test_failed_trial_does_not_stop_the_others_and_a_trial_can_be_canceled(

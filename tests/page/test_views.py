@@ -265,6 +265,16 @@ def test_planes_of_a_large_stack_are_fetched_at_full_resolution(fake: LiveServer
     expect(page.locator(".caption").nth(1)).to_contain_text("/ 1900")
 
 
+def test_long_title_does_not_widen_a_narrow_page(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake, viewport={"width": 820, "height": 600})
+    title = "a_stack_" * 12
+    choose_file(page, as_tiff(np.zeros((4, 16, 16), np.uint8)), f"{title}.tif")
+    expect(page.locator("#title")).to_contain_text(title)
+    theme = page.get_by_role("button", name="Switch between dark and light").bounding_box()
+    assert theme is not None
+    assert theme["x"] + theme["width"] <= 820
+
+
 def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     page.route("**/stacks", lambda _route: None)

@@ -91,7 +91,8 @@ class ObjectCounts(NamedTuple):
         if self.voxels:
             splits, merges = self.split_bits / self.voxels, self.merge_bits / self.voxels
             scores += f", variation of information {splits + merges:.2f}: {splits:.2f} splits, {merges:.2f} merges"
-        return f"{self.matched} of {self.true} objects correct, {self.found - self.matched} false ({scores})"
+        objects = "object" if self.true == 1 else "objects"
+        return f"{self.matched} of {self.true} {objects} correct, {self.found - self.matched} false ({scores})"
 
 
 def rate_partition(f1: float, voi: float | None) -> float | None:

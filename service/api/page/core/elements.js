@@ -76,14 +76,19 @@ export function field(text, control, hint) {
 }
 
 /**
- * Open a modal dialog that is removed from the document when it closes.
+ * Open a modal dialog that is removed from the document when it closes. It closes when another view opens.
  * @param {string} title @param {(Node | false)[]} content
  * @returns {HTMLDialogElement}
  */
 export function openDialog(title, ...content) {
   const heading = element("h2", { id: "dialog-title" }, title);
   const dialog = element("dialog", { class: "wide-dialog", "aria-labelledby": heading.id }, heading, ...content);
-  dialog.addEventListener("close", () => dialog.remove());
+  const close = () => dialog.close();
+  window.addEventListener("hashchange", close);
+  dialog.addEventListener("close", () => {
+    window.removeEventListener("hashchange", close);
+    dialog.remove();
+  });
   document.body.append(dialog);
   dialog.showModal();
   return dialog;

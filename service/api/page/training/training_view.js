@@ -19,8 +19,8 @@ const STAGE_TITLES = /** @type {Record<string, string>} */ ({
   serving: "Loading the new model",
 });
 
-/** Counts and scores in the message of a training run, first those of the base model. The scores are displayed on hover. */
-const COUNTS_PATTERN = /(\d+ of \d+ objects correct, \d+ false) \(([^()]*)\)/g;
+/** Counts and scores of both models in the message of a training run. They are displayed above the message, the scores on hover. */
+const COUNTS_PATTERN = /: before training, (.*?) \((.*?)\); after training, (.*?) \((.*?)\)/;
 
 /** @param {TrainingRun} trainingRun */
 function isFinished({ state }) {
@@ -77,9 +77,9 @@ class TrainingView {
         this.stateText,
         this.progressBar,
         this.detailText,
+        this.result,
         this.curves.root,
         this.scoreCurve.root,
-        this.result,
         this.stopButton,
         this.note,
       ),
@@ -128,7 +128,7 @@ class TrainingView {
   #showResult(trainingRun) {
     const { before: scoreBefore, after: scoreAfter, better, message, model, state, annotations } = trainingRun;
     const hasScores = scoreBefore !== null && scoreAfter !== null;
-    const counts = [...message.matchAll(COUNTS_PATTERN)];
+    const [, countsBefore, scoresBefore, countsAfter, scoresAfter] = COUNTS_PATTERN.exec(message) ?? [];
     const hasModel = state === "done" && model !== null;
     const hasFailed = better === false || state === "failed";
     redraw(this.result, () => [
@@ -136,8 +136,8 @@ class TrainingView {
         element(
           "dl",
           { class: "scores" },
-          createScore("Base model", scoreBefore, counts[0]),
-          createScore("New model", scoreAfter, counts[1]),
+          createScore("Base model", countsBefore ?? formatPercent(scoreBefore), scoresBefore),
+          createScore("New model", countsAfter ?? formatPercent(scoreAfter), scoresAfter),
         ),
       hasScores &&
         element(
@@ -146,11 +146,7 @@ class TrainingView {
           "Measured on held-out parts of the annotated stacks. An object is correct if it overlaps an annotated one by more than 50%.",
         ),
       message &&
-        element(
-          "p",
-          { class: hasFailed ? "warning-text" : "muted" },
-          toPageTerms(message.replace(COUNTS_PATTERN, "$1")),
-        ),
+        element("p", { class: hasFailed ? "warning-text" : "muted" }, toPageTerms(message.replace(COUNTS_PATTERN, ""))),
       hasFailed &&
         annotations.length > 0 &&
         element("p", {}, element("a", { href: `#annotated=${annotations[0]}` }, "Continue the annotation")),
@@ -166,13 +162,9 @@ class TrainingView {
   }
 }
 
-/**
- * Create the score of a model.
- * @param {string} title @param {number} score F1 @param {RegExpMatchArray | undefined} counts counts and scores from the message
- */
-function createScore(title, score, counts) {
-  const [, countsText, scoresText] = counts ?? ["", formatPercent(score), "F1 score"];
-  return element("div", { title: scoresText }, element("dt", {}, title), element("dd", {}, countsText));
+/** @param {string} title @param {string} text @param {string} [scores] displayed on hover */
+function createScore(title, text, scores = "F1 score") {
+  return element("div", { title: scores }, element("dt", {}, title), element("dd", {}, text));
 }
 
 /** @param {TrainingRun} trainingRun */
