@@ -288,7 +288,7 @@ def _describe_success(before: ObjectCounts, after: ObjectCounts, parts: HeldOutP
     """Return a message about a model that is kept."""
     outcome = "is better" if is_better(after, before) else "is not better, but was kept"
     return (
-        f"The new model {outcome} on {after.true} held-out objects: before training, {before.describe()}; after"
+        f"The new model {outcome} on {_count_held_out(after)}: before training, {before.describe()}; after"
         f" training, {after.describe()}.{_describe_reuse(parts)}"
     )
 
@@ -309,10 +309,14 @@ def _describe_failure(
         advice.append("train for longer")
     advice.append("start from another model")
     return (
-        f"The new model is not better than the base model on {after.true} held-out objects, so it was not kept: before"
+        f"The new model is not better than the base model on {_count_held_out(after)}, so it was not kept: before"
         f" training, {before.describe()}; after training, {after.describe()}. What to try: {'; '.join(advice)}."
         f"{_describe_reuse(parts)}"
     )
+
+
+def _count_held_out(after: ObjectCounts) -> str:
+    return f"{after.true} held-out object{'s' * (after.true != 1)}"
 
 
 def _describe_empty_planes(stacks: Sequence[AnnotatedStack]) -> str:

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from service.training.loop.plan import TrainerState, TrainingPlan, ValidationScores
+from service.training.loop.plan import ObjectCounts, TrainerState, TrainingPlan, ValidationScores
 
 
 def make_scores(loss: float, f1: float = 0.0) -> ValidationScores:
@@ -47,3 +47,12 @@ def test_learning_rate_rises_briefly_and_decays_to_almost_zero() -> None:
     assert max(rates) == rates[5] == 1
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0 < rates[-1] < 0.01
+
+
+def test_counts_are_described_with_the_scores_in_parentheses() -> None:
+    objects = ObjectCounts(true=34, found=32, matched=29, strictly_matched=20)
+    scores = "F1 0.88 at IoU 0.5 and 0.61 at IoU 0.7, precision 0.91, recall 0.85"
+    assert objects.describe() == f"29 of 34 objects correct, 3 false ({scores})"
+    cells = objects._replace(true=1, matched=1, voxels=100, split_bits=20.0, merge_bits=10.0)
+    assert cells.describe().startswith("1 of 1 object correct, 31 false (")
+    assert cells.describe().endswith(", variation of information 0.30: 0.20 splits, 0.10 merges)")

@@ -21,6 +21,8 @@ ASSUMED_SECONDS_PER_WINDOW = 0.1
 ASSUMED_FINISHING_RATIO = 0.1
 # Number of jobs of similar size whose durations predict the duration of a new job.
 SIMILAR_JOB_COUNT = 5
+# Jobs are of similar size if their number of windows differs at most by this factor more than that of the nearest job.
+MAX_SIMILAR_SIZE_RATIO = 1.5
 # Shorter finishing times are too inaccurate to learn from.
 MIN_TIMED_FINISHING_SECONDS = 0.1
 
@@ -89,15 +91,17 @@ class JobDurations:
         durations include estimating the diameter and decoding. The numbers of windows are estimates as well, because
         the diameter of a stack is not known in advance.
         """
-        timings = sorted(
-            self._timings[model_name],
-            key=lambda timing: abs(math.log(timing.window_count / max(window_count, 1))),
-        )
-        if not timings:
+        timings = self._timings.get(model_name, ())
+        distances = [abs(math.log(timing.window_count / max(window_count, 1))) for timing in timings]
+        if not distances:
             return None
-        return window_count * statistics.median_low(
-            timing.seconds / timing.window_count for timing in timings[:SIMILAR_JOB_COUNT]
-        )
+        max_distance = min(distances) + math.log(MAX_SIMILAR_SIZE_RATIO)
+        seconds_per_window = [
+            timing.seconds / timing.window_count
+            for timing, distance in zip(timings, distances, strict=True)
+            if distance <= max_distance
+        ]
+        return window_count * statistics.median_low(seconds_per_window[:SIMILAR_JOB_COUNT])
 
     def update_shared_seconds(self, now: float, running_count: int) -> float:
         """Return the seconds that each running job had for itself. Call this before the number of jobs changes."""

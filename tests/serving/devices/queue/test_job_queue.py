@@ -226,6 +226,8 @@ def test_duration_of_a_new_job_is_learned_from_jobs_of_similar_size() -> None:
         run(10, 20.0)
     for _ in range(5):
         run(1000, 500.0)
+    run(1, 7.0)
+    assert queue.estimate_new_job_seconds("m", 1) == pytest.approx(7)
     assert queue.estimate_new_job_seconds("m", 12) == pytest.approx(24)
     assert queue.estimate_new_job_seconds("m", 2000) == pytest.approx(1000)
     assert queue.estimate_new_job_seconds("other", 12) is None
