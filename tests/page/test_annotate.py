@@ -30,6 +30,15 @@ MAX_FRAME_MILLISECONDS = 16
 # Two voxels that are far enough apart for strokes with the initial size of the brush.
 FIRST, SECOND = (8, 30, 30), (8, 60, 50)
 
+# Whether the browser stores a box that begins at a plane. Changes are stored after they are displayed.
+STORES_FIRST_PLANE = """async first => {
+  const opening = indexedDB.open("stackseg-corrections");
+  await new Promise(done => { opening.onsuccess = done; });
+  const reading = opening.result.transaction("edits").objectStore("edits").getAll();
+  await new Promise(done => { reading.onsuccess = done; });
+  opening.result.close();
+  return reading.result.some(record => record?.box?.low[0] === first);
+}"""
 
 # Encodes annotations of different regions, as they are stored on the server, opens them again, and encodes them again.
 # Returns those that differ.
@@ -222,6 +231,7 @@ def test_box_is_drawn_and_changed_in_three_views(nuclei: LiveServer, stack: str,
     assert read_box() == [(1, 13), rows, columns]
     page.get_by_label("Planes, first").fill("5")
     page.get_by_label("Planes, first").blur()
+    page.wait_for_function(STORES_FIRST_PLANE, arg=4)
     page.reload()
     expect(page.get_by_label("Planes, last")).to_have_value("13")
     assert read_box() == [(5, 13), rows, columns]
