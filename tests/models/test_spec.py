@@ -86,7 +86,7 @@ def test_error_for_a_missing_key_contains_its_name(key: str, tmp_path: Path) -> 
         ("activation", "relu", "should be 'none', 'sigmoid' or 'softmax'"),
         ("activation", "softmax", "it cannot be used with `decoding.kind: instances`"),
         ("activation", {"foreground": "sigmoid"}, "one function for each of the outputs foreground, distance"),
-        ("activation", {"foreground": "sigmoid", "distance": "softmax"}, "activation.dict"),
+        ("activation", {"foreground": "sigmoid", "distance": "softmax"}, "activation.distance: "),
     ],
 )
 def test_error_for_an_invalid_value_contains_its_key(key: str, value: Any, problem: str, tmp_path: Path) -> None:

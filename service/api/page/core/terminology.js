@@ -51,6 +51,9 @@ const MENU_ADVICE = {
   nrrd: FIJI_ADVICE.replace("%", "File > Open"),
   mrcfile: FIJI_ADVICE.replace("%", "File > Import > Bio-Formats"),
   h5py: FIJI_ADVICE.replace("%", "File > Import > HDF5"),
+  SimpleITK: FIJI_ADVICE.replace("%", "File > Open"),
+  scipy:
+    "Write its planes to one TIFF in MATLAB (imwrite, WriteMode append), and set the voxel size in Fiji under Image > Properties.",
   numpy: "Open it in napari with File > Open, and save the layer as a TIFF with File > Save Selected Layers.",
 };
 const CONFIDENCE_PATTERN = /\(confidence (\d\.\d+)\)/g;
