@@ -26,6 +26,9 @@ CONTAINER_NAMES = {
 
 # Tag in which Micro-Manager stores the metadata of a plane.
 _MICROMANAGER_TAG = 51123
+# Values of the tag Orientation other than 1, which means that the first row is at the top and the first column at the
+# left.
+_ROTATED_ORIENTATIONS = range(2, 9)
 # Names of the position of a plane along each axis, in the `Axes` of an NDTiff and in other files.
 _POSITION_NAMES = {
     "T": ("time", "FrameIndex"),
@@ -245,7 +248,18 @@ def get_sample_names(page: TiffPage, sample_count: int) -> tuple[str, ...]:
 
 
 def get_page_notes(page: TiffPage) -> tuple[str, ...]:
-    """Return notes for pages that are copies of larger images, or whose values are not proportional to brightness."""
+    """Return notes for pages that are copies, that viewers may rotate, or whose values do not represent brightness."""
+    orientation = page.tags.valueof("Orientation", 1)
+    if orientation in _ROTATED_ORIENTATIONS:
+        return (
+            f"The TIFF tag Orientation is {orientation}: the rows and columns are meant to be rotated or mirrored, which"
+            " some viewers do. The tag is not applied, as in Fiji: the labels match the stored rows and columns.",
+            *_get_value_notes(page),
+        )
+    return _get_value_notes(page)
+
+
+def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
     if page.is_reduced and page.subifds is not None:
         return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)
     if page.photometric == 3:

@@ -614,3 +614,12 @@ def test_imagej_pages_may_differ_in_compression(tmp_path: Path, compressions: tu
             )
 
     np.testing.assert_array_equal(read_pixels(path), stack.reshape(3, 2, 9, 11).swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("orientation", range(9))
+def test_orientation_tag_is_noted_and_not_applied(write_tiff: WriteTiff, orientation: int) -> None:
+    stack = noise(3, 9, 11)
+    path = write_tiff(stack, metadata={"axes": "ZYX"}, extratags=[(274, 3, 1, orientation, True)])
+    notes = " ".join(stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).notes)
+    assert (f"Orientation is {orientation}" in notes) == (orientation > 1)
+    np.testing.assert_array_equal(read_pixels(path)[0], stack)
