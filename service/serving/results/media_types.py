@@ -48,8 +48,9 @@ LABEL_FORMATS = {
 }
 
 
-# Media types that clients send by default, or with which they accept errors. They accept any result.
-_UNSPECIFIC_TYPES = frozenset(("", "application/octet-stream", "application/json", "application/problem+json"))
+# Media ranges that accept any result, and those of errors, which clients often send by default.
+_UNSPECIFIC_TYPES = frozenset(("", "*", "application/octet-stream"))
+_ERROR_TYPES = frozenset(("application/json", "application/problem+json"))
 
 
 def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
@@ -57,7 +58,7 @@ def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
 
     Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first one in the header wins. If the
     header accepts none of the available media types, return the stored media type if the result is a receipt, or if
-    the header contains an unspecific type. Otherwise, raise BadParameter.
+    the header contains an unspecific type, or types of errors and none of results. Otherwise, raise BadParameter.
     """
     available_types = [metadata.media_type]
     if metadata.media_type == ARCHIVE_TYPE:
@@ -74,7 +75,9 @@ def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
     if _get_rank(best_type, ranks) > _LOWEST_RANK:
         return best_type
     accepted_types = [name for name, (quality, _) in ranks.items() if quality > 0]
-    if metadata.media_type == RECEIPT_TYPE or not _UNSPECIFIC_TYPES.isdisjoint(accepted_types):
+    names_result = not {ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE, *LABEL_FORMATS}.isdisjoint(accepted_types)
+    default_types = _UNSPECIFIC_TYPES if names_result else _UNSPECIFIC_TYPES | _ERROR_TYPES
+    if metadata.media_type == RECEIPT_TYPE or not default_types.isdisjoint(accepted_types):
         return metadata.media_type
     raise _make_accept_error(accept_header, accepted_types, metadata, available_types)
 

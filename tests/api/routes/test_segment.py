@@ -136,6 +136,7 @@ def make_two_channel_stack() -> bytes:
     [
         ("text/csv", None, "csv"),
         ("text/csv, application/zip;q=0.5", None, "csv"),
+        ("text/csv, application/problem+json", None, "csv"),
         ("application/zip", None, "zip"),
         ("application/x-npy", "csv", "zip"),
         ("image/tiff", "csv", "zip"),

@@ -225,6 +225,7 @@ def test_accept_header_selects_the_file_format_of_labels(service: Service, direc
         ("*/*", "application/zip"),
         ("text/html, */*;q=0.1", "application/zip"),
         ("application/json", "application/zip"),
+        ("*;q=0.2", "application/zip"),
         ("text/csv, image/tiff", "text/csv"),
         ("text/csv;q=0.3, image/tiff;q=0.8", "image/tiff"),
         ("text/csv;q=0, */*", "application/zip"),
