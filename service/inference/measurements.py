@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.errors import BadParameter
+from service.core.files.atomic_files import name_full_disk
 from service.core.quantities import Size, VoxelSize
 from service.core.types import Array, Objects, Segmentation, Volume
 from service.inference.types import Table
@@ -86,7 +87,7 @@ def write_csv(table: Table, path: Path) -> None:
         [f"{value:.9g}" for value in column.tolist()] if column.dtype.kind == "f" else column.tolist()
         for column in table.values()
     ]
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with name_full_disk(path), path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(table)
         writer.writerows(zip(*columns, strict=True))

@@ -98,6 +98,12 @@ def test_sums_of_large_integers_stay_exact() -> None:
     assert table["intensity_max"].dtype == np.uint16
 
 
+def test_csv_file_on_a_full_disk_is_reported_with_its_path() -> None:
+    with pytest.raises(OSError, match="No space left") as error_info:
+        write_csv({"label": np.arange(3)}, Path("/dev/full"))
+    assert error_info.value.filename == "/dev/full"
+
+
 def test_the_csv_file_contains_the_table(tmp_path: Path) -> None:
     empty_table = measure_array(np.zeros((2, 3, 4), np.uint16), np.zeros((1, 2, 3, 4), np.float32))
     write_csv(empty_table, tmp_path / "none.csv")

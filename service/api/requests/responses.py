@@ -14,6 +14,10 @@ from fastapi import Request
 from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
+from service.api.requests.admission import Admission
+from service.core.errors import BadParameter
+from service.core.quantities import TimeRange
+from service.serving.results.answers import MEDIA_TYPES
 from service.serving.results.media_types import choose_media_type, convert_result
 from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
@@ -25,11 +29,18 @@ ConversionFunction = Callable[[Path], tuple[Path, ResultMetadata]]
 
 
 async def build_stack_response(request: Request, runtime: Runtime, stack: StackResult) -> ResultResponse:
-    """Return the response with the result for a stack, in the format that the `Accept` header selects."""
+    """Return the response with the result for a stack, in the format that the `Accept` header selects.
+
+    Raises the errors of `choose_media_type`, and closes the file of the result.
+    """
     response = build_response(stack.path, stack.metadata, stack.content, stack.file_status)
     if stack.file is not None:
         response.resources.callback(stack.file.close)
-    media_type = choose_media_type(get_header(request.scope, b"accept"), stack.metadata)
+    try:
+        media_type = choose_media_type(get_header(request.scope, b"accept"), stack.metadata)
+    except BadParameter:
+        await response.resources.aclose()
+        raise
     if media_type == stack.metadata.media_type:
         if stack.cache_key is not None:
             response.headers["ETag"] = make_etag(stack.cache_key)
@@ -41,6 +52,19 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
     if stack.cache_status is not None:
         response.headers["X-Cache"] = stack.cache_status
     return response
+
+
+def check_accept_header(request: Request, runtime: Runtime, admission: Admission) -> None:
+    """Raise BadParameter if a request accepts none of the formats of its result. Forms are checked after segmentation.
+
+    A form may select another model, or other results.
+    """
+    query, spec = admission
+    if spec is not None and query.output_to is None:
+        kind = runtime.get_estimator(spec).get_output_kind(query.options)
+        time_points = (1, 1) if isinstance(query.selection.time, TimeRange) else None
+        metadata = ResultMetadata(spec.name, MEDIA_TYPES[query.measurements], "", kind, {}, time_points=time_points)
+        choose_media_type(get_header(request.scope, b"accept"), metadata)
 
 
 async def build_converted_response(

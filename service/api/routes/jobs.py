@@ -127,7 +127,10 @@ async def download_result(
     """
     object_filter = ObjectFilter.parse(limits)
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
-    media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+    with ExitStack() as exit_stack:
+        exit_stack.callback(file.close)
+        media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+        exit_stack.pop_all()
     if object_filter is not None:
         result = FilteredResult(file, metadata, media_type, object_filter)
         convert = partial(convert_filtered_result, runtime.reader, result)

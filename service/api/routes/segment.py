@@ -18,7 +18,7 @@ from service.api.requests.admission import (
 )
 from service.api.requests.body import segment_stack
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.responses import build_stack_response
+from service.api.requests.responses import build_stack_response, check_accept_header
 
 router = APIRouter(tags=["segmentation"])
 
@@ -44,4 +44,5 @@ async def segment(request: Request, runtime: RuntimeDependency, async_jobs: Asyn
         response.headers["Preference-Applied"] = RESPOND_ASYNC
         return response
     admission = await admit(request, runtime)
+    check_accept_header(request, runtime, admission)
     return await segment_stack(request, runtime, admission, partial(build_stack_response, request, runtime))

@@ -11,6 +11,19 @@ from pathlib import Path
 # Flags for opening a folder relative to which names are looked up. Symbolic links are not followed.
 OPEN_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_DISK_FULL_ERRNOS = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+
+
+@contextmanager
+def name_full_disk(path: Path) -> Iterator[None]:
+    """Add a path to an OSError for a full disk. Functions that write to an open file do not know the path."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno in _DISK_FULL_ERRNOS:
+            error.filename = str(path)
+        raise
+
 
 @contextmanager
 def write_atomically(path: Path, temporary_path: Path | None = None, *, sync: bool = True) -> Iterator[Path]:
@@ -23,16 +36,17 @@ def write_atomically(path: Path, temporary_path: Path | None = None, *, sync: bo
         temporary_path: a path in the same folder. None: `.NAME.part`, to which only one process may write at a time
         sync: whether to flush the content to disk before renaming, so that a power failure leaves no empty file
 
-    Raises OSError.
+    Raises OSError, which has the path if the disk is full.
     """
     temporary_path = path.with_name(f".{path.name}.part") if temporary_path is None else temporary_path
     # Other users may write to the folder. If the temporary path is a link, writing would overwrite the link's target.
     temporary_path.unlink(missing_ok=True)
     try:
-        yield temporary_path
-        if sync:
-            sync_to_disk(temporary_path)
-        temporary_path.replace(path)
+        with name_full_disk(path):
+            yield temporary_path
+            if sync:
+                sync_to_disk(temporary_path)
+            temporary_path.replace(path)
     finally:
         temporary_path.unlink(missing_ok=True)
 

@@ -26,6 +26,11 @@ CONTAINER_NAMES = {
 
 # Tag in which Micro-Manager stores the metadata of a plane.
 _MICROMANAGER_TAG = 51123
+# Planes of one MetaMorph stack have distances that differ by a smaller factor.
+_MAX_DISTANCE_RATIO = 1000
+# Values of the tag Orientation other than 1, which means that the first row is at the top and the first column at the
+# left.
+_ROTATED_ORIENTATIONS = range(2, 9)
 # Names of the position of a plane along each axis, in the `Axes` of an NDTiff and in other files.
 _POSITION_NAMES = {
     "T": ("time", "FrameIndex"),
@@ -129,6 +134,36 @@ def read_micromanager_positions(
         positions[:, index] = _number_positions(axis, column)
     has_own_positions = len(np.unique(positions, axis=0)) == len(pages)
     return axes, _get_micromanager_shape(tiff, axes, positions), positions if has_own_positions else None
+
+
+def has_micromanager_positions(tiff: TiffFile) -> bool:
+    """Return whether the first of several pages has a position of Micro-Manager. Files can have it without a header."""
+    tags = tiff.pages.first.tags.valueof(_MICROMANAGER_TAG)
+    names = {"Axes", *(name for _, name in _POSITION_NAMES.values())}
+    return len(tiff.pages) > 1 and isinstance(tags, dict) and not names.isdisjoint(tags)
+
+
+def find_stk_problem(tiff: TiffFile) -> str:
+    """Return a clause that explains why the planes of a MetaMorph file are not those of one stack, or ""."""
+    wavelengths = np.unique(np.asarray((tiff.stk_metadata or {}).get("Wavelengths", ())))
+    if len(wavelengths) > 1:
+        return f"its planes have {len(wavelengths)} different wavelengths"
+    # Where the next stack begins, the distance is zero, or negative and therefore stored as a very large number.
+    distances = _read_stk_distances(tiff)
+    if distances.any() and (not distances.all() or distances.max() > _MAX_DISTANCE_RATIO * distances.min()):
+        return "the distances between its planes differ, so it may contain several stacks"
+    return ""
+
+
+def is_stk_stack(tiff: TiffFile) -> bool:
+    """Return whether all planes of a MetaMorph file except the first have a distance from the previous one."""
+    distances = _read_stk_distances(tiff)
+    return len(distances) > 0 and bool(distances.all())
+
+
+def _read_stk_distances(tiff: TiffFile) -> Array:
+    """Return the distance of each plane from the previous one. The distance of the first plane is undefined."""
+    return np.asarray((tiff.stk_metadata or {}).get("ZDistance", ()), np.float64)[1:]
 
 
 def read_micromanager_index(tiff: TiffFile, axes: str) -> tuple[Array, list[int]]:
@@ -245,7 +280,18 @@ def get_sample_names(page: TiffPage, sample_count: int) -> tuple[str, ...]:
 
 
 def get_page_notes(page: TiffPage) -> tuple[str, ...]:
-    """Return notes for pages that are copies of larger images, or whose values are not proportional to brightness."""
+    """Return notes for pages that are copies, that viewers may rotate, or whose values do not represent brightness."""
+    orientation = page.tags.valueof("Orientation", 1)
+    if orientation in _ROTATED_ORIENTATIONS:
+        return (
+            f"The TIFF tag Orientation is {orientation}: the rows and columns are meant to be rotated or mirrored,"
+            " which some viewers do. The tag is not applied, as in Fiji: the labels match the stored rows and columns.",
+            *_get_value_notes(page),
+        )
+    return _get_value_notes(page)
+
+
+def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
     if page.is_reduced and page.subifds is not None:
         return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)
     if page.photometric == 3:

@@ -20,6 +20,9 @@ from tifffile import TiffPage
 from service.core.errors import BadFile
 from service.formats.tiff.planes import missing
 
+# Length of the beginning of a document that contains its root element.
+_MAX_HEAD_CHARS = 4000
+
 
 class InconsistentOme(Exception):
     """OME-XML that contradicts itself or the pages. Planes can be read without it if the request specifies axes.
@@ -77,6 +80,13 @@ class OmeImage:
         """Return whether a page has the declared size."""
         stored_lengths = dict(zip(page.axes, page.shape, strict=True))
         return all(stored_lengths.get(axis, 1) == length for axis, length in self.page_lengths.items())
+
+
+def has_unreadable_document(page: TiffPage) -> bool:
+    """Return whether the description of a page is OME-XML that tifffile does not decode, such as text in UTF-16."""
+    description = page.tags.valueof("ImageDescription")
+    text = description.decode("latin-1") if isinstance(description, bytes) else page.description
+    return "<OME" not in page.description[:_MAX_HEAD_CHARS] and "<OME" in text[:_MAX_HEAD_CHARS].replace("\0", "")
 
 
 def are_single_planes(images: Sequence[OmeImage]) -> bool:

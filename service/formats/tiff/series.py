@@ -37,6 +37,7 @@ from service.formats.tiff.planes.stored_image import (
     make_choice_notes,
     needs_own_order,
     read_micromanager_pages,
+    read_micromanager_tags,
     read_plain_pages,
     read_scanimage_pages,
     read_separate_pages,
@@ -100,6 +101,8 @@ def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) 
         return _read_with_tifffile(tiff, structure, "mmstack", selection)
     if tiff.pages.first.is_ome:
         return _read_ome(tiff, structure, selection)
+    if ome.has_unreadable_document(tiff.pages.first):
+        return _read_unusable_ome(tiff, structure, "its OME-XML is not stored as text in UTF-8. Export it again")
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
     if metadata.read_micromanager_summary(tiff):
@@ -107,7 +110,8 @@ def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) 
     for kind in metadata.CONTAINER_NAMES:
         if getattr(tiff, f"is_{kind}"):
             return _read_with_tifffile(tiff, structure, kind, selection)
-    return read_plain_pages(tiff, structure)
+    read_pages = read_micromanager_tags if metadata.has_micromanager_positions(tiff) else read_plain_pages
+    return read_pages(tiff, structure)
 
 
 def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
@@ -213,10 +217,12 @@ def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str, selecti
         return arrange_planes(tiff, declared, positions, stored_pages, selection)
     if kind in {"imagej", "shaped"} and needs_own_order(tiff, structure, declared):
         return read_separate_pages(tiff, structure, declared, selection)
-    return _read_series(tiff, structure, kind, declared.plane_count)
+    return _read_series(tiff, structure, kind, declared.plane_count, selection)
 
 
-def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count: int) -> StoredImage:
+def _read_series(
+    tiff: TiffFile, structure: Structure, kind: str, expected_count: int, selection: Selection
+) -> StoredImage:
     """Return the largest image that tifffile finds in the file."""
     candidates = [series for series in _list_series(tiff, kind) if math.prod(series.shape)]
     metadata_problem = f"its metadata ({metadata.CONTAINER_NAMES[kind]}) contradicts its pages"
@@ -232,6 +238,9 @@ def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count
     is_contiguous = series.dataoffset is not None
     pages = (series.keyframe,) if is_contiguous else _require_all_pages(list(series))
     axes, shape = _get_dimensions(series)
+    if kind == "stk" and metadata.is_stk_stack(tiff):
+        # tifffile requires a distance of the first plane as well.
+        axes = f"Z{axes[1:]}"
     if is_contiguous and len(structure.offsets) == expected_count and not is_in_page_order(tiff, structure):
         is_contiguous, pages = False, page_loader.load_pages(tiff, structure, range(expected_count))
     image = StoredImage(
@@ -240,6 +249,8 @@ def _read_series(tiff: TiffFile, structure: Structure, kind: str, expected_count
         shape=shape,
         pages=pages,
         is_contiguous=is_contiguous,
+        # With the `axes` of the request, the planes are not read as plain pages, because only the first has a page.
+        metadata_problem=metadata.find_stk_problem(tiff) if kind == "stk" and selection.axes is None else "",
         notes=make_choice_notes(len(candidates), series.name),
     )
     return add_metadata(image, tiff, kind)

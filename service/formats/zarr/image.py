@@ -26,6 +26,10 @@ _MAX_IMAGES = 1000
 # Versions whose metadata has no axes, because all images have the axes TCZYX.
 _VERSIONS_WITHOUT_AXES = ("", "0.1", "0.2")
 _LABEL_NOTE = "The image contains labels, not intensities. Segment the image to which they belong instead."
+_TRANSLATION_NOTE = (
+    "The metadata of the image shifts it by a translation. Only labels that are written into the OME-Zarr image have"
+    " the same translation, because separate results begin at 0."
+)
 _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `multiscales`."
 
 
@@ -87,7 +91,9 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             colors,
             _parse_calibration(scale_by_axis),
             sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
-            (note,) * (len(scenes) > 1 and scene is None) + (_LABEL_NOTE,) * ("image-label" in attributes),
+            (note,) * (len(scenes) > 1 and scene is None)
+            + (_LABEL_NOTE,) * ("image-label" in attributes)
+            + (_TRANSLATION_NOTE,) * _has_translation(dataset, multiscale),
             scenes if len(scenes) > 1 else (),
         )
 
@@ -204,6 +210,15 @@ def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_
                 raise BadFile(f"The OME metadata has {len(values)} scale factors for {dimension_count} axes.")
             pixel_sizes = list(map(mul, pixel_sizes or [1.0] * dimension_count, map(float, values)))
     return pixel_sizes
+
+
+def _has_translation(dataset: dict[str, Any], multiscale: dict[str, Any]) -> bool:
+    """Return whether the metadata of an array translates it. The values may be in an array, or invalid."""
+    transformations = _list_transformations(dataset)
+    if "coordinateSystems" not in multiscale:
+        transformations += _list_transformations(multiscale)
+    translations = (values for kind, values in transformations if kind == "translation")
+    return any(not isinstance(values, list) or any(value != 0 for value in values) for values in translations)
 
 
 def _list_transformations(metadata: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -18,7 +18,7 @@ import numpy as np
 import zarr
 
 from service.core.errors import BadParameter
-from service.core.files.atomic_files import write_atomically
+from service.core.files.atomic_files import name_full_disk, write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.writer import NO_PROVENANCE
@@ -49,10 +49,11 @@ def write(segmentation: Segmentation, path: Path, provenance: Mapping[str, str] 
     """
     temporary_path = get_partial_path(path)
     try:
-        for level in create(segmentation, path, provenance):
-            for block in level.blocks:
-                level.array[block] = level.subsample(segmentation.pixels)[block]
-        finish(path)
+        with name_full_disk(path):
+            for level in create(segmentation, path, provenance):
+                for block in level.blocks:
+                    level.array[block] = level.subsample(segmentation.pixels)[block]
+            finish(path)
     finally:
         shutil.rmtree(temporary_path, ignore_errors=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,9 @@ from service.serving.results.metadata import ResultMetadata
 ARCHIVE_TYPE = MEDIA_TYPES["zip"]
 TABLE_TYPE = MEDIA_TYPES["csv"]
 TIFF_TYPE = MEDIA_TYPES[None]
+# Media type of the description of a result that was saved on the host.
+RECEIPT_TYPE = "application/json"
+MAX_QUOTED_CHARS = 200
 
 
 class _LabelFormat(NamedTuple):
@@ -45,11 +48,17 @@ LABEL_FORMATS = {
 }
 
 
+# Media ranges that accept any result, and those of errors, which clients often send by default.
+_UNSPECIFIC_TYPES = frozenset(("", "*", "application/octet-stream"))
+_ERROR_TYPES = frozenset(("application/json", "application/problem+json"))
+
+
 def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
     """Return the media type that is available for a result and preferred by an Accept header.
 
-    If the header accepts none of the available media types, return the stored media type. Preferences follow RFC 9110,
-    section 12.5.1. Among equal preferences, the first one in the header wins.
+    Preferences follow RFC 9110, section 12.5.1. Among equal preferences, the first one in the header wins. If the
+    header accepts none of the available media types, return the stored media type if the result is a receipt, or if
+    the header contains an unspecific type, or types of errors and none of results. Otherwise, raise BadParameter.
     """
     available_types = [metadata.media_type]
     if metadata.media_type == ARCHIVE_TYPE:
@@ -63,7 +72,37 @@ def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
         available_types += LABEL_FORMATS
     ranks = _parse_accept_header(accept_header)
     best_type = max(available_types, key=lambda media_type: _get_rank(media_type, ranks))
-    return best_type if _get_rank(best_type, ranks) > _LOWEST_RANK else metadata.media_type
+    if _get_rank(best_type, ranks) > _LOWEST_RANK:
+        return best_type
+    accepted_types = [name for name, (quality, _) in ranks.items() if quality > 0]
+    names_result = not {ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE, *LABEL_FORMATS}.isdisjoint(accepted_types)
+    default_types = _UNSPECIFIC_TYPES if names_result else _UNSPECIFIC_TYPES | _ERROR_TYPES
+    if metadata.media_type == RECEIPT_TYPE or not default_types.isdisjoint(accepted_types):
+        return metadata.media_type
+    raise _make_accept_error(accept_header, accepted_types, metadata, available_types)
+
+
+def _make_accept_error(
+    accept_header: str, accepted_types: Sequence[str], metadata: ResultMetadata, available_types: Sequence[str]
+) -> BadParameter:
+    """Return the error about an Accept header. It suggests a value of `measurements` that the header accepts."""
+    message = (
+        f"Accept: {accept_header[:MAX_QUOTED_CHARS]!r} accepts none of the formats of this result, which are"
+        f" {', '.join(available_types)}."
+    )
+    values = {TABLE_TYPE: "csv", ARCHIVE_TYPE: "zip"}
+    if metadata.media_type == TABLE_TYPE:
+        # An archive contains both the labels and the table.
+        label_formats = LABEL_FORMATS if metadata.time_points is None else ()
+        values |= dict.fromkeys((TIFF_TYPE, *label_formats), "zip")
+    value = next((values[name] for name in accepted_types if name in values), None)
+    if value is None or metadata.kind != "labels":
+        return BadParameter(f"{message} Accept one of these, or omit the header.")
+    return BadParameter(
+        f"{message} Segment the stack with measurements={value}, or accept one of these formats.",
+        parameter="measurements",
+        suggested={"measurements": value},
+    )
 
 
 _LOWEST_RANK = (0.0, 0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import io
 import itertools
 import threading
@@ -128,6 +129,43 @@ def make_two_channel_stack() -> bytes:
     stack[:, 1] = np.arange(4)[:, None, None]
     metadata = {"axes": "ZCYX", "spacing": 0.5, "unit": "um"}
     return as_tiff(stack, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("accept", "measurements", "suggested"),
+    [
+        ("text/csv", None, "csv"),
+        ("text/csv, application/zip;q=0.5", None, "csv"),
+        ("text/csv, application/problem+json", None, "csv"),
+        ("application/zip", None, "zip"),
+        ("application/x-npy", "csv", "zip"),
+        ("image/tiff", "csv", "zip"),
+        ("image/png", None, None),
+        ("image/png", "zip", None),
+    ],
+)
+def test_result_in_a_format_that_is_not_accepted_is_refused(
+    instance_service: Service, accept: str, measurements: str | None, suggested: str | None
+) -> None:
+    query = {} if measurements is None else {"measurements": measurements}
+    service = instance_service
+    job = service.run(**query)
+    expected = None if suggested is None else {"measurements": suggested}
+    files, headers = {"file": ("stack.tif", STACK)}, {"Accept": accept}
+    form_response = service.client.post("/segment", params=query, files=files, headers=headers)
+    responses = [service.result(job, Accept=accept), form_response]
+    service.fake.error = RuntimeError("The stack was segmented before the header was checked.")
+    responses.append(service.segment(headers=TIFF | {"Accept": accept}, **query))
+    service.fake.error = None
+    for response in responses:
+        assert parse_problem(response) == (422, "bad-parameter")
+        assert response.json().get("suggested") == expected
+    if expected is not None:
+        response = service.segment(headers=TIFF | {"Accept": accept}, **query | expected)
+        assert response.status_code == 200
+        assert response.headers["content-type"].partition(";")[0] == accept.partition(",")[0]
+    gc.collect()
+    assert service.leftovers() == []
 
 
 def test_measurements_include_all_channels_of_the_file(instance_service: Service) -> None:

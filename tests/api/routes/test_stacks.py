@@ -223,7 +223,9 @@ def test_accept_header_selects_the_file_format_of_labels(service: Service, direc
     [
         ("", "application/zip"),
         ("*/*", "application/zip"),
-        ("text/html", "application/zip"),
+        ("text/html, */*;q=0.1", "application/zip"),
+        ("application/json", "application/zip"),
+        ("*;q=0.2", "application/zip"),
         ("text/csv, image/tiff", "text/csv"),
         ("text/csv;q=0.3, image/tiff;q=0.8", "image/tiff"),
         ("text/csv;q=0, */*", "application/zip"),
@@ -241,8 +243,15 @@ def test_probabilities_and_time_series_are_always_tiff() -> None:
     metadata = ResultMetadata("bands/1", "image/tiff", "a.ome.tif", "labels", {})
     for media_type in MEDIA_TYPES:
         assert choose_media_type(media_type, metadata) == media_type
-        assert choose_media_type(media_type, replace(metadata, kind="probabilities")) == "image/tiff"
-        assert choose_media_type(media_type, replace(metadata, time_points=(2, 2))) == "image/tiff"
+        for other in (replace(metadata, kind="probabilities"), replace(metadata, time_points=(2, 2))):
+            assert choose_media_type(f"{media_type}, */*;q=0.1", other) == "image/tiff"
+            with pytest.raises(BadParameter, match="Accept one of these"):
+                choose_media_type(media_type, other)
+
+
+def test_receipt_of_a_saved_result_is_sent_regardless_of_the_accept_header() -> None:
+    metadata = ResultMetadata("bands/1", "application/json", "saved.json", "labels", {})
+    assert choose_media_type("text/csv", metadata) == "application/json"
 
 
 def test_stack_too_large_for_nifti_is_rejected(service: Service) -> None:

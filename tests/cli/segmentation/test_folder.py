@@ -24,6 +24,7 @@ from paths import ROOT
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesize
+from service.cli.segmentation.folder import find_stacks
 from service.core.types import Selection
 from service.formats import stack_reader
 from service.models.spec import ModelSpec
@@ -240,3 +241,10 @@ def test_time_series_of_a_folder_have_linked_objects(
     run_stackseg("segment", time_series / "one.tif", tmp_path / "one.tif", *arguments)
     single_result = tifffile.imread(tmp_path / "one.tif")
     np.testing.assert_array_equal(single_result, tifffile.imread(out / "one_labels.ome.tif"))
+
+
+def test_broken_links_are_listed_if_their_names_are_those_of_stacks(tmp_path: Path) -> None:
+    (tmp_path / "a.tif").write_bytes(as_tiff(np.ones((3, 8, 8), np.uint8)))
+    for name, target in {"b.tif": "a.tif", "c.tif": "missing.tif", "d.tif": "d.tif", "notes": "missing"}.items():
+        (tmp_path / name).symlink_to(target)
+    assert find_stacks(tmp_path, None, tmp_path / "out") == ["a.tif", "b.tif", "c.tif", "d.tif"]

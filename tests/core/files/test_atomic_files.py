@@ -40,3 +40,16 @@ def test_link_at_the_temporary_path_is_not_followed(tmp_path: Path) -> None:
     with write_atomically(path) as partial:
         partial.write_text("new")
     assert (path.read_text(), path.is_symlink(), other.read_text()) == ("new", False, "unrelated")
+
+
+def test_error_for_a_full_disk_has_the_path(tmp_path: Path) -> None:
+    path = tmp_path / "labels.tif"
+
+    def write() -> None:
+        with write_atomically(path) as partial:
+            partial.symlink_to("/dev/full")
+            partial.write_bytes(b"half")
+
+    with pytest.raises(OSError, match="No space left") as error_info:
+        write()
+    assert (error_info.value.filename, list(tmp_path.iterdir())) == (str(path), [])

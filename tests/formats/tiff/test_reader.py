@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -614,3 +616,107 @@ def test_imagej_pages_may_differ_in_compression(tmp_path: Path, compressions: tu
             )
 
     np.testing.assert_array_equal(read_pixels(path), stack.reshape(3, 2, 9, 11).swapaxes(0, 1))
+
+
+@pytest.mark.parametrize("orientation", range(9))
+def test_orientation_tag_is_noted_and_not_applied(write_tiff: WriteTiff, orientation: int) -> None:
+    stack = noise(3, 9, 11)
+    path = write_tiff(stack, metadata={"axes": "ZYX"}, extratags=[(274, 3, 1, orientation, True)])
+    notes = " ".join(stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).notes)
+    assert (f"Orientation is {orientation}" in notes) == (orientation > 1)
+    np.testing.assert_array_equal(read_pixels(path)[0], stack)
+
+
+@pytest.mark.parametrize("tag_type", [1, 2, 7])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
+def test_ome_xml_in_another_encoding_is_read_or_refused(tmp_path: Path, encoding: str, tag_type: int) -> None:
+    path, stack = tmp_path / "stack.tif", noise(4, 9, 11)
+    tifffile.imwrite(path, stack, ome=True, metadata={"axes": "CYX"})
+    with tifffile.TiffFile(path) as tiff:
+        xml = (tiff.ome_metadata or "").encode(encoding)
+    tag = (270, tag_type, len(xml), xml, True)
+    tifffile.imwrite(path, stack, photometric="minisblack", metadata=None, extratags=[tag])
+    if encoding == "utf-8-sig" and tag_type == 2:
+        assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).axes == "CYX"
+        return
+    with pytest.raises(AmbiguousAxes, match=r"not stored as text in UTF-8.*axes="):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
+
+
+def write_stk(path: Path, stack: NDArray[Any], distances: list[int], wavelengths: list[int]) -> None:
+    """Write a MetaMorph stack [N, Y, X]: one page, and tags with the distances (um) and wavelengths (nm) of planes."""
+    planes = [(distance % 2**32, 1, 2459000, 1000 * index, 2459000, 0) for index, distance in enumerate(distances)]
+    # The counts are numbers of properties and planes, not of values, which are written at the end of the file.
+    tags: dict[int, tuple[int, int, Any]] = {
+        33628: (4, 2, [(0, 0), (0, 0)]),
+        33629: (5, len(stack), planes),
+        33630: (5, len(stack), [(wavelength, 1) for wavelength in wavelengths]),
+    }
+    extra_tags = [(code, kind, count, [1] * count * (kind - 3), True) for code, (kind, count, _) in tags.items()]
+    tifffile.imwrite(path, stack[0], photometric="minisblack", metadata=None, byteorder="<", extratags=extra_tags)
+    content = bytearray(path.read_bytes())
+    assert content.endswith(stack[0].tobytes())
+    content += stack[1:].tobytes()
+    for code, (kind, count, values) in tags.items():
+        position = content.index(struct.pack("<HHI", code, kind, count))
+        content[position + 8 : position + 12] = struct.pack("<I", len(content))
+        content += np.array(values, "<u4").tobytes()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("distances", [[2, 2, 2, 2], [0, 2, 2, 2]])
+def test_metamorph_planes_with_distances_are_z(tmp_path: Path, distances: list[int]) -> None:
+    path, stack = tmp_path / "stack.stk", noise(4, 9, 11, dtype="uint16")
+    write_stk(path, stack, distances, [520] * 4)
+    description = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    assert (description.container, description.axes) == ("MetaMorph STK", "ZYX")
+    np.testing.assert_array_equal(read_pixels(path)[0], stack)
+
+
+@pytest.mark.parametrize(
+    ("distances", "wavelengths", "reason"),
+    [
+        ([2, 2, 2, 2], [520, 520, 620, 620], "2 different wavelengths"),
+        ([0, 0, 0, 0], [405, 520, 620, 700], "4 different wavelengths"),
+        ([0, 2, 0, 2], [520] * 4, "several stacks"),
+        ([2, 2, -2, 2], [520] * 4, "several stacks"),
+    ],
+)
+def test_metamorph_planes_of_several_stacks_are_refused_without_axes(
+    tmp_path: Path, distances: list[int], wavelengths: list[int], reason: str
+) -> None:
+    path, stack = tmp_path / "stack.stk", noise(4, 9, 11, dtype="uint16")
+    write_stk(path, stack, distances, wavelengths)
+    with pytest.raises(AmbiguousAxes, match=reason):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="CYX", channel=2))[0, 0], stack[2])
+
+
+def write_micromanager_pages(path: Path, stack: NDArray[Any], positions: list[tuple[int, int]]) -> None:
+    """Write pages [N, Y, X] with the positions (z, channel) of Micro-Manager, but without its file header."""
+    with tifffile.TiffWriter(path) as writer:
+        for plane, (z, channel) in zip(stack, positions, strict=True):
+            text = json.dumps({"SliceIndex": z, "ChannelIndex": channel, "FrameIndex": 0}).encode()
+            tag = (51123, 2, len(text), text, True)
+            writer.write(plane, photometric="minisblack", metadata=None, extratags=[tag], contiguous=False)
+
+
+def test_pages_of_micromanager_without_header_are_arranged_by_their_own_positions(tmp_path: Path) -> None:
+    path, stack = tmp_path / "stack.tif", noise(6, 9, 11)
+    positions = [(z, channel) for channel in (1, 0) for z in (2, 0, 1)]
+    write_micromanager_pages(path, stack, positions)
+    assert stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).axes == "ZCYX"
+    for index, (z, channel) in enumerate(positions):
+        np.testing.assert_array_equal(read_pixels(path, Selection(channel=channel))[0, z], stack[index])
+
+
+@pytest.mark.parametrize("positions", [[(0, 0)] * 4, [(0, 0), (1, 0), (0, 1), (4, 1)]])
+def test_pages_of_micromanager_with_unusable_positions_need_axes(
+    tmp_path: Path, positions: list[tuple[int, int]]
+) -> None:
+    path, stack = tmp_path / "stack.tif", noise(4, 9, 11)
+    write_micromanager_pages(path, stack, positions)
+    with pytest.raises(AmbiguousAxes, match="Micro-Manager"):
+        stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
+    np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)

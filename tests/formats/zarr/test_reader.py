@@ -485,3 +485,19 @@ def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_pat
         datasets = [finest | {"coordinateTransformations": [transformation]}, {"path": "../outside"}]
         edit_json(store, ".zattrs", multiscales__0__datasets=datasets)
         assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size is None
+
+
+@pytest.mark.parametrize("is_in_dataset", [True, False])
+@pytest.mark.parametrize(
+    ("translation", "is_noted"), [([0, 0.0, 0], False), ([0, 0, 2.5], True), (None, True), ("invalid", True)]
+)
+def test_translation_is_noted(is_in_dataset: bool, translation: Any, is_noted: bool, tmp_path: Path) -> None:
+    store = write_zarr(tmp_path / "a.zarr", np.ones((3, 4, 5), np.uint8), version="0.4")
+    transformations = [{"type": "scale", "scale": [0.5, 0.2, 0.2]}, {"type": "translation", "translation": translation}]
+    multiscale = json.loads((store / ".zattrs").read_text())["multiscales"][0]
+    del multiscale["datasets"][0]["coordinateTransformations"]
+    (multiscale["datasets"][0] if is_in_dataset else multiscale)["coordinateTransformations"] = transformations
+    edit_json(store, ".zattrs", multiscales=[multiscale])
+    description = stack_reader.inspect(store, Selection(), LIMIT)
+    assert description.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+    assert any("translation" in note for note in description.notes) == is_noted

@@ -242,6 +242,15 @@ def read_micromanager_pages(tiff: TiffFile, structure: Structure, selection: Sel
     return arrange_planes(tiff, DeclaredStack("mmstack", axes, shape), positions, pages, selection)
 
 
+def read_micromanager_tags(tiff: TiffFile, structure: Structure) -> StoredImage:
+    """Read pages of Micro-Manager in a file without its header. All positions must occur, because none are declared."""
+    image = read_plain_pages(tiff, structure)
+    axes, shape, positions = metadata.read_micromanager_positions(tiff, image.pages)
+    if positions is None or math.prod(shape) != len(positions):
+        return replace(image, metadata_problem="the positions in its pages (Micro-Manager) are not those of one stack")
+    return arrange_planes(tiff, DeclaredStack("mmstack", axes, shape), positions, image.pages, Selection())
+
+
 def read_scanimage_pages(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage | None:
     """Read a ScanImage file, or return None if its header does not specify the order of the pages."""
     layout = scanimage.parse_layout(calibration.read_scanimage_header(tiff))
