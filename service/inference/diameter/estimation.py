@@ -113,9 +113,7 @@ class DiameterEstimator:
         probes = self._probe_scales(centers)
         estimate, reference = self._estimate_from_probes(probes)
         calibration = self._spec.confidence
-        # A trial compares scales at which flat objects are hardly resolved along z.
-        is_flat = self._flatness >= MIN_FLAT_ASPECT and estimate.diameter is not None
-        if calibration is None or reference.confidence is None or is_flat:
+        if calibration is None or reference.confidence is None:
             return estimate
         # Pieces of objects that are too large for the windows have a plausible size and peak, but rarely a good fit.
         if reference.confidence < calibration.threshold or max(probe.fit for probe in probes) < GOOD_FIT:
@@ -153,23 +151,17 @@ class DiameterEstimator:
     def _estimate_from_probes(self, probes: Sequence[ScaleProbe]) -> tuple[DiameterEstimate, ScaleProbe]:
         """Return the estimate and the probe at or near its scale."""
         best_probe = max(probes, key=lambda probe: probe.fit)
-        num_windows = sum(probe.num_windows for probe in probes)
+        count, num_windows = best_probe.num_objects, sum(probe.num_windows for probe in probes)
         if best_probe.fit < MIN_FIT_FOR_SUGGESTION:
-            return DiameterEstimate(
-                None, matches_model=False, num_objects=best_probe.num_objects, num_windows=num_windows
-            ), probes[0]
+            return DiameterEstimate(None, matches_model=False, num_objects=count, num_windows=num_windows), probes[0]
         factors = self._refine_factors(best_probe)
         diameter = self._to_diameter(factors)
+        matches_model = are_close(factors, self._base, MATCHING_DIAMETER_RATIO)
         if best_probe.fit < MIN_FIT:
             return DiameterEstimate(
-                None,
-                matches_model=False,
-                num_objects=best_probe.num_objects,
-                num_windows=num_windows,
-                likely_diameter=diameter,
+                None, matches_model=False, num_objects=count, num_windows=num_windows, likely_diameter=diameter
             ), probes[0]
-        matches_model = are_close(factors, self._base, MATCHING_DIAMETER_RATIO)
-        return DiameterEstimate(diameter, matches_model, best_probe.num_objects, num_windows, diameter), best_probe
+        return DiameterEstimate(diameter, matches_model, count, num_windows, diameter), best_probe
 
     def _to_diameter(self, factors: Factors) -> Diameter:
         z, y, x = (self._expected_diameter / factor for factor in factors)
@@ -189,10 +181,14 @@ class DiameterEstimator:
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
+        # Flat objects are hardly resolved along z unless planes are enlarged.
+        min_factor = self._base[0] * 1.01 if self._flatness >= MIN_FLAT_ASPECT else 0.0
         candidates = [
             probe
             for probe in probes
-            if math.prod(probe.factors) <= max_product and self._has_enough_objects(probe, reference)
+            if math.prod(probe.factors) <= max_product
+            and probe.factors[0] >= min_factor
+            and self._has_enough_objects(probe, reference)
         ]
         winner = choose_better_probe(reference, candidates, self._margin)
         return estimate if winner is None else self._summarize_trial(winner, reference, probes, max_factors)

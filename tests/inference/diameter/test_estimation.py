@@ -10,6 +10,7 @@ from torch import Tensor
 
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
+from service.inference.diameter import estimation
 from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.scale_probe import (
     BLURRED_DEPTH_RATIO,
@@ -77,16 +78,16 @@ def test_the_estimate_is_close_to_the_diameter_of_the_objects(
     assert "diameter=none" in found.note
 
 
-def test_flat_objects_are_measured_with_enlarged_planes_and_without_a_trial(spec: ModelSpec) -> None:
-    """The low confidence would cause a trial of other scales."""
-    calibrated = with_calibration(spec)
-    uncertain = calibrated.model_copy(
-        update={"confidence": calibrated.confidence and calibrated.confidence.model_copy(update={"intercept": -99.0})}
-    )
-    objects = balls((80, 80, 88), 16, 4)
-    for voxel_size in (None, VoxelSize(4, 1, 1)):
-        assert estimate(objects, uncertain, voxel_size=voxel_size).trial is None
-    assert estimate(objects, uncertain).num_windows == 12
+def test_a_trial_does_not_select_a_scale_at_which_flat_objects_are_not_resolved(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The confidence is high only at the smallest scale."""
+    monkeypatch.setattr(estimation, "predict_confidence", lambda objects, *_: 0.9 if objects.median_size < 150 else 0.1)
+    flat, round_objects = (estimate(balls((80, 80, 88), 16, aspect), with_calibration(spec)) for aspect in (4, 1.2))
+    assert flat.trial is None
+    assert flat.diameter is not None
+    assert flat.diameter.lengths[-1] == pytest.approx(14, rel=0.1)
+    assert round_objects.trial is not None
 
 
 @pytest.mark.parametrize(
