@@ -84,7 +84,7 @@ def test_results_are_saved_as_nifti_and_zarr(client: Client, stack: NDArray[Any]
         np.testing.assert_array_equal(np.asarray(array), expected)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="library for its format"):
         _ = result.labels
-    with pytest.raises(errors.InvalidResponse, match=r"instead of application/x-ozx"):
+    with pytest.raises(errors.BadParameter, match=r"application/x-ozx.* which are image/tiff"):
         client.segment(np.stack([stack, stack]), axes="TZYX", time="all", save_to=tmp_path / "series.ozx")
     for arguments in ({"save_to": "labels.png"}, {"save_to": "labels.ozx", "table": True}):
         with pytest.raises(ValueError, match=r"\.tif"):
