@@ -131,7 +131,7 @@ UV = """#!/bin/sh
 while [ $# -gt 0 ]; do
   case $1 in
     --output-file) output=$2 ;;
-    # The writer of a pipe must not fail because nobody reads the packages.
+    # The writer of a pipe must not fail because its reader has ended early.
     -) packages=$(cat) ;;
   esac
   shift

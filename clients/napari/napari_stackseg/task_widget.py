@@ -21,7 +21,7 @@ class TaskWidget(QWidget, Generic[Task]):
     """The buttons that start and cancel a task, a message, and the running task.
 
     content  the widget for the settings, which scrolls if the window is too low for them
-    footer   the layout below it for what is always visible
+    footer   the layout below it, which is always visible
     task     the running task; None if there is none
     """
 

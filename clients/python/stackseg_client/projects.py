@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +11,7 @@ from urllib.parse import quote
 
 from stackseg_client.operations import Operation, receive_json, send_json
 from stackseg_client.reports import ContentReceiver
-from stackseg_client.results import SavePath, Table, parse_table
+from stackseg_client.results import SavePath, Table, open_part, parse_table
 
 T = TypeVar("T")
 
@@ -83,9 +82,8 @@ class FileReceiver:
     """Receives a response in a file, which appears only when it is complete."""
 
     def __init__(self, _headers: Mapping[str, str], path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._part = path, path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-        self._file = self._part.open("xb")
+        self._path = path
+        self._part, self._file = open_part(path)
 
     def write(self, block: bytes) -> None:
         """Add a block of the response."""

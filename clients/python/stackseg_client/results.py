@@ -130,9 +130,7 @@ class ResultReceiver:
         self._file: BinaryIO = io.BytesIO()
         self._part: Path | None = None
         if save_to is not None and self._media_type != _JSON:
-            save_to.parent.mkdir(parents=True, exist_ok=True)
-            self._part = save_to.with_name(f".{save_to.name}-{uuid.uuid4().hex}")
-            self._file = self._part.open("xb")
+            self._part, self._file = open_part(save_to)
             self._resources.callback(self._part.unlink, missing_ok=True)
             self._resources.callback(self._file.close)
 
@@ -183,6 +181,13 @@ class ResultReceiver:
         stem = self._save_to.name[: -len(get_suffix(self._save_to))].removesuffix(".ome")
         self._save_to.with_name(f"{stem}.csv").write_bytes(table_content)
         return b"", table_content
+
+
+def open_part(path: Path) -> tuple[Path, BinaryIO]:
+    """Create and open a file with a unique name in the folder of `path`, which it replaces when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    return part, part.open("xb")
 
 
 def get_suffix(path: Path) -> str:

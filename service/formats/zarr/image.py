@@ -191,11 +191,9 @@ def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
 
 def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_count: int) -> list[float]:
     """Return the pixel size along each dimension, or [] if the metadata has no scale."""
-    transformations = _list_transformations(dataset)
-    if "coordinateSystems" not in multiscale:
-        # From version 0.6 on, these transformations lead to other coordinate systems.
-        transformations += _list_transformations(multiscale)
-    elif unsupported := sorted({kind for kind, _ in transformations} - {"scale", "translation", "identity"}):
+    transformations = _list_transformations(dataset, multiscale)
+    unsupported = sorted({kind for kind, _ in transformations} - {"scale", "translation", "identity"})
+    if unsupported and "coordinateSystems" in multiscale:
         raise BadFile(
             f"The OME metadata has a transformation of the type {unsupported[0][:40]!r} between the array and its axes,"
             " which is not supported. Save the image with a scale and a translation only."
@@ -204,7 +202,7 @@ def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_
     for kind, values in transformations:
         if kind == "scale":
             if values is None:
-                # The scale is in an array of its own.
+                # The scale is stored in another array.
                 return []
             if len(values) != dimension_count:
                 raise BadFile(f"The OME metadata has {len(values)} scale factors for {dimension_count} axes.")
@@ -214,17 +212,17 @@ def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_
 
 def _has_translation(dataset: dict[str, Any], multiscale: dict[str, Any]) -> bool:
     """Return whether the metadata of an array translates it. The values may be in an array, or invalid."""
-    transformations = _list_transformations(dataset)
-    if "coordinateSystems" not in multiscale:
-        transformations += _list_transformations(multiscale)
+    transformations = _list_transformations(dataset, multiscale)
     translations = (values for kind, values in transformations if kind == "translation")
     return any(not isinstance(values, list) or any(value != 0 for value in values) for values in translations)
 
 
-def _list_transformations(metadata: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the types of the transformations of an array or image, each with its values, or None without values."""
+def _list_transformations(dataset: dict[str, Any], multiscale: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the types of the transformations of an array, each with its values, or None without values."""
     listed = list[tuple[str, Any]]()
-    for transformation in metadata.get("coordinateTransformations") or ():
+    # From version 0.6 on, the transformations of the whole image lead to other coordinate systems.
+    sources = (dataset,) if "coordinateSystems" in multiscale else (dataset, multiscale)
+    for transformation in itertools.chain(*(source.get("coordinateTransformations") or () for source in sources)):
         kind = transformation.get("type")
         parts = transformation.get("transformations") or () if kind == "sequence" else [transformation]
         listed += [(str(part.get("type")), part.get(part.get("type"))) for part in parts]

@@ -181,7 +181,7 @@ class DiameterEstimator:
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
-        # Flat objects are hardly resolved along z unless planes are enlarged.
+        # Flat objects are not resolved along z unless planes are enlarged.
         min_factor = self._base[0] * 1.01 if self._flatness >= MIN_FLAT_ASPECT else 0.0
         candidates = [
             probe

@@ -478,7 +478,7 @@ def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_pat
         edit_json(store, ".zattrs", multiscales__0__datasets=order)
         assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).read_all()[0], time_series[0, 0])
         assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size == VoxelSize(0.5, 0.2, 0.2)
-    # A coarser resolution that was not copied is not needed, and neither is a scale in an array of its own.
+    # A coarser resolution that was not copied is not needed, and neither is a scale in another array.
     shutil.rmtree(store / "1")
     assert stack_reader.inspect(store, Selection(), LIMIT).shape == (1, 7, 30, 50)
     for transformation in ({"type": "scale", "path": "scales"}, {"scale": [1, 1, 1]}, {"type": "sequence"}):
