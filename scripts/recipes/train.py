@@ -49,9 +49,10 @@ from service.training.examples import (
     draw_batch,
     read_pairs,
 )
+from service.training.loop.safe_convolutions import make_convolutions_safe
+from service.training.loop.weight_averaging import recompute_statistics, update_average
 from service.training.model_folder import save_weights
 from service.training.targets.instances import compute_instance_targets, instance_loss
-from service.training.techniques import make_convolutions_safe, recompute_statistics, update_average
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.ndimage import find_objects, gaussian_filter, zoom
+from scipy.ndimage import find_objects, zoom
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +20,7 @@ from service.core.errors import BadParameter
 from service.core.sections.computing import Training
 from service.core.types import Selection
 from service.formats import stack_reader
+from service.training.augmentation import augment
 from service.training.targets.instances import compute_instance_targets
 
 Floats = NDArray[np.float32]
@@ -186,7 +187,7 @@ def _keep_arrays(example: Any) -> Any:
 
 def draw_batch(pool: ExamplePool, rng: np.random.Generator, size: int, edge: int) -> tuple[Tensor, Tensor]:
     """Draw a random batch of images [size, 1, edge, edge, edge] and targets [size, T, edge, edge, edge], float32."""
-    crops = [_augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
+    crops = [augment(_crop(pool[int(rng.integers(len(pool)))], rng, edge), rng) for _ in range(size)]
     batch = torch.from_numpy(np.stack(crops))
     return batch[:, :1].contiguous(), batch[:, 1:].contiguous()
 
@@ -224,25 +225,6 @@ def place_crop(
         volume_slices.append(slice(volume_start, volume_stop))
         crop_slices.append(slice(volume_start - start, volume_stop - start))
     return tuple(crop_slices), tuple(volume_slices)
-
-
-def _augment(crop: Floats, rng: np.random.Generator) -> Floats:
-    """Flip and transpose a crop at random. Then vary the gamma, sharpness, noise and contrast of its image."""
-    flips = tuple(axis for axis in (1, 2, 3) if rng.random() < 0.5)
-    crop = np.flip(crop, flips)
-    if rng.random() < 0.5:
-        crop = crop.swapaxes(2, 3)
-    crop = np.ascontiguousarray(crop)
-    image = crop[0]
-    if rng.random() < 0.5:
-        gamma = np.exp(rng.uniform(-0.4, 0.4))
-        image = np.sign(image) * np.abs(image) ** np.float32(gamma)
-    if rng.random() < 0.15:
-        image = gaussian_filter(image, [rng.uniform(0, 1.2), *[rng.uniform(0, 0.9)] * 2], truncate=2)
-    if rng.random() < 0.3:
-        image = image + np.float32(rng.uniform(0.01, 0.12)) * rng.standard_normal(image.shape, dtype=np.float32)
-    crop[0] = image * np.float32(np.exp(rng.uniform(-0.35, 0.35))) + np.float32(rng.uniform(-0.06, 0.06))
-    return crop
 
 
 def prefetch_batches(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
+from service.training.loop.checkpointing import checkpoint_blocks
 from service.training.loop.plan import (
     CURVE_COLUMNS,
     TrainerState,
@@ -29,13 +30,8 @@ from service.training.loop.plan import (
     compute_standard_error,
     format_number,
 )
-from service.training.techniques import (
-    checkpoint_blocks,
-    interpolate_weights,
-    make_convolutions_safe,
-    recompute_statistics,
-    update_average,
-)
+from service.training.loop.safe_convolutions import make_convolutions_safe
+from service.training.loop.weight_averaging import interpolate_weights, recompute_statistics, update_average
 
 if TYPE_CHECKING:
     from service.training.loop.validation import Validator
