@@ -33,7 +33,7 @@ from sockets import (
 )
 from starlette.types import Receive, Scope, Send
 
-from service.api.access.middleware import RequestLog
+from service.api.access.access_log import RequestLog
 from service.api.http.data_rate import SlowClientLimits
 from service.api.http.listener import listen
 from service.api.messages.headers import set_send_timeout

@@ -36,7 +36,7 @@ from sockets import (
 )
 from starlette.types import Receive, Scope, Send
 
-from service.api.access.middleware import RequestLog
+from service.api.access.access_log import RequestLog
 from service.api.http.flow_control import READ_AHEAD_BYTES
 from service.api.http.protocol import MAX_PIPELINED_REQUESTS, PROBE_SECONDS, READ_BUFFER_BYTES, Connection
 from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PARAMETERS
