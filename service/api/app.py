@@ -15,9 +15,9 @@ from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.api.access.access_log import RequestLog
 from service.api.access.authentication import HEALTH_PATH, ApiKeyAuth
 from service.api.access.cross_site import CrossSiteProtection
-from service.api.access.access_log import RequestLog
 from service.api.access.middleware import DrainBody, SecurityHeaders
 from service.api.access.path_prefix import RestorePathPrefix, StripPathPrefix
 from service.api.access.trusted_hosts import (

@@ -15,6 +15,9 @@ from service.core import telemetry
 log = logging.getLogger("service.access")
 
 UNPRINTABLE_PATTERN = re.compile(r"[^\x20-\x7e]")
+# Characters of IP addresses. A trusted proxy may forward any text as the address of its client.
+NO_ADDRESS_PATTERN = re.compile(r"[^\w.:%-]", re.ASCII)
+MAX_ADDRESS_CHARS = 64
 # Maximum length of a URL path in the access log. Longer paths are truncated.
 MAX_PATH_CHARS = 256
 STAGE_PATTERN = re.compile(r"(\w+);dur=([0-9.]+)")
@@ -60,8 +63,11 @@ def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: f
     path = UNPRINTABLE_PATTERN.sub("?", scope["path"][:MAX_PATH_CHARS])
     level = logging.DEBUG if "/health" in route else logging.INFO
     details = " ".join(detail for detail in (caller, problem, model, objects) if detail is not None)
+    client = scope.get("client")
+    address = client and NO_ADDRESS_PATTERN.sub("?", client[0][:MAX_ADDRESS_CHARS])
     members: dict[str, Any] = {
         "request_id": request_id,
+        "client": address,
         "caller": caller,
         "method": scope["method"],
         "path": path,
@@ -74,8 +80,8 @@ def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: f
         "stages": parse_server_timing(find_header(headers, b"server-timing")),
     }
     known_members = {name: value for name, value in members.items() if value is not None}
-    arguments = (scope["method"], path, status, duration_seconds, request_id, details)
-    log.log(level, "%s %s %d %.3fs %s %s", *arguments, extra=telemetry.make_log_fields(**known_members))
+    arguments = (scope["method"], path, status, duration_seconds, request_id, address or "-", details)
+    log.log(level, "%s %s %d %.3fs %s %s %s", *arguments, extra=telemetry.make_log_fields(**known_members))
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:

@@ -284,8 +284,9 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         request_id = self._get_request_id()
         if self._has_open_body:
             self.cycle.scope["state"]["closed_status"] = int(refusal.status)
-        fields = telemetry.make_log_fields(request_id=request_id, problem=refusal.slug)
-        log.info("%d %s %s: %s", refusal.status, request_id, refusal.slug, refusal.reason, extra=fields)
+        client = self.client[0] if self.client else "-"
+        fields = telemetry.make_log_fields(request_id=request_id, client=client, problem=refusal.slug)
+        log.info("%d %s %s %s: %s", refusal.status, request_id, client, refusal.slug, refusal.reason, extra=fields)
         self.transport.write(refusal.encode(request_id, self.server_state.default_headers))
 
     def _get_request_id(self) -> str:
@@ -293,8 +294,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         scope = cast("Scope | None", self.scope)
         if scope is None:
             return choose_request_id("")
-        assigned_id: str | None = scope["state"].get("request_id")
-        return assigned_id or choose_request_id(get_header(scope, b"x-request-id"))
+        return scope["state"].get("request_id") or choose_request_id(get_header(scope, b"x-request-id"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify all unanswered requests that the connection is lost. uvicorn notifies only the last one."""

@@ -502,7 +502,7 @@ def test_invalid_requests_are_rejected_with_problem_documents(
     assert document["instance"] == f"urn:uuid:{headers['x-request-id']}"
     assert headers["content-type"] == "application/problem+json"
     assert (headers["connection"], headers["x-content-type-options"]) == ("close", "nosniff")
-    assert any(headers["x-request-id"] in record.getMessage() for record in caplog.records)
+    assert any(f"{headers['x-request-id']} 127.0.0.1" in record.getMessage() for record in caplog.records)
 
 
 def test_rejection_has_the_id_of_its_own_request() -> None:
