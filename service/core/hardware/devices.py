@@ -265,7 +265,7 @@ def measure_graph_pools(device: torch.device, cuda: Any = torch.cuda) -> int:
 def query_total_bytes(device: torch.device) -> int | None:
     """Return the total memory of the device in bytes; None if unknown."""
     if device.type != "cuda":
-        return host.read_meminfo("MemTotal")
+        return host.query_total_memory()
     return torch.cuda.get_device_properties(device).total_memory
 
 

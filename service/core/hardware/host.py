@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# Folder with the resource limits of the container (control groups, version 2). Outside containers, it contains no
-# limits.
+# Folder with the resource limits of the container (control groups). In version 1, each resource has a folder of its
+# own. Outside containers, the folder contains no limits.
 CGROUP_FOLDER = Path("/sys/fs/cgroup")
 
 MEMINFO_PATH = "/proc/meminfo"
@@ -36,8 +36,9 @@ INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp1
 class HostStatus:
     """State of the host's processor and memory. Memory is in bytes; unknown values are None.
 
-    cores     number of cores that this process may use
-    features  the members of `INSTRUCTION_SETS` that the processor supports
+    cores         number of cores that this process may use
+    memory_total  memory of the host, or the limit of the container if it is smaller
+    features      the members of `INSTRUCTION_SETS` that the processor supports
     """
 
     name: str
@@ -52,7 +53,7 @@ def query_host() -> HostStatus:
     return HostStatus(
         name=read_cpuinfo("model name") or platform.processor() or platform.machine(),
         cores=count_usable_cores(),
-        memory_total=read_meminfo("MemTotal"),
+        memory_total=query_total_memory(),
         memory_available=query_available_memory(),
         features=tuple(flag for flag in INSTRUCTION_SETS if flag in read_cpuinfo("flags").split()),
     )
@@ -61,23 +62,39 @@ def query_host() -> HostStatus:
 def count_usable_cores(cgroup: Path = CGROUP_FOLDER) -> int:
     """Return the number of cores that this process may use, according to its CPU affinity and the container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = _read_system_file(cgroup / "cpu.max").partition(" ")
+    quota, period = _read_cpu_quota(cgroup)
     if not quota.isdigit():
         return cores
     return min(cores, max(1, round(int(quota) / int(period))))
 
 
+def _read_cpu_quota(cgroup: Path) -> tuple[str, str]:
+    """Return the CPU time that the container may use per period, and the period; no number if there is no quota."""
+    quota, _, period = _read_system_file(cgroup / "cpu.max").partition(" ")
+    if quota:
+        return quota, period
+    quota, period = (_read_system_file(cgroup / "cpu" / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period"))
+    return quota, period
+
+
+def query_total_memory(cgroup: Path = CGROUP_FOLDER) -> int | None:
+    """Return the memory of the host or the limit of the container, whichever is smaller, in bytes; None if unknown."""
+    host_bytes = read_meminfo("MemTotal")
+    limit = _read_through_open_descriptor(_find_memory_files(cgroup).limit).strip()
+    return min(host_bytes, int(limit)) if host_bytes is not None and limit.isdigit() else host_bytes
+
+
 def query_available_memory(cgroup: Path = CGROUP_FOLDER) -> int | None:
     """Return the available memory of the host or the container, whichever is smaller, in bytes; None if unknown."""
     host_bytes = read_meminfo("MemAvailable")
-    limit_path, usage_path, statistics_path = _list_memory_files(cgroup)
-    limit = _read_through_open_descriptor(limit_path).strip()
-    usage = _read_through_open_descriptor(usage_path).strip() if limit.isdigit() else b""
+    files = _find_memory_files(cgroup)
+    limit = _read_through_open_descriptor(files.limit).strip()
+    usage = _read_through_open_descriptor(files.usage).strip() if limit.isdigit() else b""
     if not usage.isdigit():
         return host_bytes
     # Cached file pages count as used memory, but the kernel evicts them when memory is needed.
-    fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(statistics_path).splitlines())
-    reclaimable_bytes = int(fields.get(b"inactive_file", 0)) + int(fields.get(b"active_file", 0))
+    fields = dict(line.split(b" ", 1) for line in _read_through_open_descriptor(files.statistics).splitlines())
+    reclaimable_bytes = sum(int(fields.get(name, 0)) for name in files.reclaimable_fields)
     container_bytes = max(0, int(limit) - int(usage) + reclaimable_bytes)
     return container_bytes if host_bytes is None else min(host_bytes, container_bytes)
 
@@ -97,9 +114,27 @@ def read_meminfo(name: str) -> int | None:
     return None if match is None else int(match[1]) * 1024
 
 
+class _MemoryFiles(NamedTuple):
+    """Paths of the files of a control group, and the statistics that count the file pages of its processes."""
+
+    limit: str
+    usage: str
+    statistics: str
+    reclaimable_fields: tuple[bytes, bytes]
+
+
 @cache
-def _list_memory_files(cgroup: Path) -> tuple[str, str, str]:
-    return str(cgroup / "memory.max"), str(cgroup / "memory.current"), str(cgroup / "memory.stat")
+def _find_memory_files(cgroup: Path) -> _MemoryFiles:
+    """Return the files of version 1 if they exist. Without a limit, version 1 contains one that no host reaches."""
+    folder = cgroup / "memory"
+    if (folder / "memory.limit_in_bytes").exists():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+        fields = (b"total_inactive_file", b"total_active_file")
+    else:
+        folder, names = cgroup, ("memory.max", "memory.current", "memory.stat")
+        fields = (b"inactive_file", b"active_file")
+    limit, usage, statistics = (str(folder / name) for name in names)
+    return _MemoryFiles(limit, usage, statistics, fields)
 
 
 def _read_through_open_descriptor(path: str) -> bytes:

@@ -37,3 +37,34 @@ def test_available_memory_is_that_of_the_host_without_a_limit(tmp_path: Path) ->
     if available is not None and earlier is not None and later is not None:
         # Other processes allocate and free memory concurrently.
         assert min(earlier, later) - 2**30 < available < max(earlier, later) + 2**30
+
+
+@pytest.mark.parametrize(("quota", "limit"), [("150000", 2), ("50000", 1), ("-1", 10**6)])
+def test_core_count_respects_the_quota_of_control_groups_version_1(tmp_path: Path, quota: str, limit: int) -> None:
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    (folder / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert host.count_usable_cores(tmp_path) == min(host.count_usable_cores(tmp_path / "missing"), limit)
+
+
+def test_memory_respects_the_limit_of_control_groups_version_1(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    (folder / "memory.limit_in_bytes").write_text("1000000\n")
+    (folder / "memory.usage_in_bytes").write_text("900000\n")
+    (folder / "memory.stat").write_text(
+        "inactive_file 1\nactive_file 1\ntotal_inactive_file 200000\ntotal_active_file 100000\n"
+    )
+    assert host.query_available_memory(tmp_path) == 400000
+    assert host.query_total_memory(tmp_path) == 1000000
+    # The kernel's value for no limit.
+    (folder / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert host.query_total_memory(tmp_path) == host.query_total_memory(tmp_path / "missing")
+
+
+def test_total_memory_respects_the_container_limit(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert host.query_total_memory(tmp_path) == 1000000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.query_total_memory(tmp_path) == host.query_total_memory(tmp_path / "missing")
