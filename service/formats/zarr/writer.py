@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from zipfile import ZIP_STORED, ZipFile
@@ -22,21 +22,21 @@ from service.core.files.atomic_files import name_full_disk, write_atomically
 from service.core.types import Array, Segmentation
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.writer import NO_PROVENANCE
-from service.formats.zarr import labeled_image as labeled_images
-from service.formats.zarr.labeled_image import LabeledImage
+from service.formats.zarr import image_coordinates
+from service.formats.zarr.label_metadata import (
+    copy_coordinates,
+    describe_coordinates,
+    make_ome_attributes,
+    register_label,
+)
 from service.formats.zarr.store import METADATA_NAMES, find_labeled_image
 
-OME_VERSIONS = {2: "0.4", 3: "0.5"}
 # Shapes along z, y, x. A shard is one file with several chunks and is held in memory while it is being written.
 _CHUNK_SHAPE = (16, 256, 256)
 _SHARD_SHAPE = (64, 512, 512)
 # Maximum edge length of the planes at the coarsest resolution.
 _MAX_COARSEST_EDGE = 256
-_TIME_UNITS = {
-    "s": "second", "ms": "millisecond", "µs": "microsecond", "ns": "nanosecond", "min": "minute", "h": "hour",
-    "d": "day",
-}  # fmt: skip
-_AXIS_TYPES = {"T": "time", "C": "channel"}
+_V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
 _ARCHIVE_COMMENT = b'{"ome": {"version": "0.5", "zipFile": {"centralDirectory": {"jsonFirst": true}}}}'
 
 
@@ -114,7 +114,7 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
             f"{path.name} is in the `labels` group of an OME-Zarr image, which may contain only integers, not"
             f" {segmentation.kind}. Write a separate store instead."
         )
-    labeled_image = None if image is None else labeled_images.read(image, segmentation)
+    coordinates = None if image is None else image_coordinates.read(image, segmentation)
     zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
     path.parent.mkdir(exist_ok=True)
@@ -122,12 +122,14 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     group = zarr.open_group(temporary_path, mode="w-", zarr_format=zarr_format)
     levels = [
         _create_level(group, level_number, segmentation, steps)
-        for level_number, steps in enumerate(labeled_image.steps if labeled_image else _choose_steps(segmentation))
+        for level_number, steps in enumerate(coordinates.steps if coordinates else _choose_steps(segmentation))
     ]
     multiscales = {"name": path.name, "type": "nearest"} | (
-        _copy_coordinates(labeled_image) if labeled_image else _describe_coordinates(segmentation, levels)
+        copy_coordinates(coordinates)
+        if coordinates
+        else describe_coordinates(segmentation, [level.steps for level in levels])
     )
-    group.attrs.update(_make_ome_attributes(segmentation, multiscales, zarr_format, is_in_image=image is not None))
+    group.attrs.update(make_ome_attributes(segmentation, multiscales, zarr_format, is_in_image=image is not None))
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
@@ -147,7 +149,7 @@ def finish(path: Path) -> None:
     image = find_labeled_image(path)
     if image is not None:
         zarr_format: Literal[2, 3] = 3 if (image / "zarr.json").exists() else 2
-        _register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
+        register_label(zarr.open_group(path.parent, mode="a", zarr_format=zarr_format), path.name, zarr_format)
 
 
 def _store_empty_chunks(store: Path) -> None:
@@ -201,73 +203,3 @@ def _create_level(group: Any, level_number: int, segmentation: Segmentation, ste
         **({"dimension_names": list(segmentation.axes.lower())} if is_sharded else _V2_KEY_ENCODING),
     )
     return Level(array, steps, block_shape)
-
-
-def _copy_coordinates(image: LabeledImage) -> dict[str, Any]:
-    """Return the axes and the transformations of an image for its labels."""
-    datasets = [
-        {"path": str(level_number), "coordinateTransformations": transformations}
-        for level_number, transformations in enumerate(image.transformations)
-    ]
-    common = {"coordinateTransformations": image.common} if image.common else {}
-    return {"axes": image.axes, "datasets": datasets} | common
-
-
-def _describe_coordinates(segmentation: Segmentation, levels: Sequence[Level]) -> dict[str, Any]:
-    """Return the axes and the transformations for the voxel size of a segmentation."""
-    datasets = []
-    for level_number, level in enumerate(levels):
-        voxel_size = tuple(segmentation.voxel_size or (1, 1, 1))
-        scale = dict(zip("ZYX", np.multiply(level.steps, voxel_size).tolist(), strict=True))
-        if segmentation.time_interval is not None:
-            scale["T"] = segmentation.time_interval.length
-        factors = [float(scale.get(axis, 1)) for axis in segmentation.axes]
-        transformations = [{"type": "scale", "scale": factors}]
-        datasets.append({"path": str(level_number), "coordinateTransformations": transformations})
-    return {"axes": _describe_axes(segmentation), "datasets": datasets}
-
-
-_V2_KEY_ENCODING = {"chunk_key_encoding": {"name": "v2", "separator": "/"}}
-
-
-def _make_ome_attributes(
-    segmentation: Segmentation, multiscales: dict[str, Any], zarr_format: int, *, is_in_image: bool
-) -> dict[str, Any]:
-    """Return the OME attributes of the group."""
-    version_attribute = {"version": OME_VERSIONS[zarr_format]}
-    ome: dict[str, Any] = {"multiscales": [multiscales | (version_attribute if zarr_format == 2 else {})]}
-    if segmentation.kind == "probabilities":
-        ome["omero"] = {"channels": [_describe_channel(label) for label in segmentation.names]}
-    else:
-        ome["image-label"] = (version_attribute if zarr_format == 2 else {}) | (
-            {"source": {"image": "../../"}} if is_in_image else {}
-        )
-        if segmentation.names:
-            ome["image-label"]["properties"] = [
-                {"label-value": value, "name": class_name} for value, class_name in enumerate(segmentation.names)
-            ]
-    return ome if zarr_format == 2 else {"ome": version_attribute | ome}
-
-
-def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:
-    """Return the metadata of each axis."""
-    units = dict.fromkeys("ZYX", "micrometer") if segmentation.voxel_size else {}
-    interval = segmentation.time_interval
-    if interval is not None and interval.unit in _TIME_UNITS:
-        units["T"] = _TIME_UNITS[interval.unit]
-    return [
-        {"name": axis.lower(), "type": _AXIS_TYPES.get(axis, "space")}
-        | ({"unit": units[axis]} if axis in units else {})
-        for axis in segmentation.axes
-    ]
-
-
-def _describe_channel(label: str) -> dict[str, Any]:
-    return {"label": label, "color": "FFFFFF", "window": {"min": 0, "max": 1, "start": 0, "end": 1}, "active": True}
-
-
-def _register_label(labels: Any, name: str, zarr_format: int) -> None:
-    """Add the name of a label image to the list in the `labels` group."""
-    ome = dict(labels.attrs) if zarr_format == 2 else dict(labels.attrs.get("ome", {}))
-    ome["labels"] = sorted({*ome.get("labels", ()), name})
-    labels.attrs.update(ome if zarr_format == 2 else {"ome": {"version": OME_VERSIONS[zarr_format]} | ome})

@@ -25,7 +25,7 @@ _SCALE_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class LabeledImage:
+class ImageCoordinates:
     """Coordinate system of an image, restricted to the axes of its labels.
 
     axes             metadata of each axis
@@ -40,7 +40,7 @@ class LabeledImage:
     common: list[dict[str, Any]]
 
 
-def read(image: Path, segmentation: Segmentation) -> LabeledImage | None:
+def read(image: Path, segmentation: Segmentation) -> ImageCoordinates | None:
     """Read the coordinate system of an image.
 
     Return None if its metadata is incomplete, or if the segmentation has another size or other axes than the image.
@@ -51,7 +51,7 @@ def read(image: Path, segmentation: Segmentation) -> LabeledImage | None:
         return None
 
 
-def _read(group: Any, segmentation: Segmentation) -> LabeledImage | None:
+def _read(group: Any, segmentation: Segmentation) -> ImageCoordinates | None:
     multiscale = group.attrs.get("ome", group.attrs)["multiscales"][0]
     letters = "".join(_get_letter(axis) for axis in multiscale["axes"])
     positions = [letters.find(axis) for axis in segmentation.axes]
@@ -61,7 +61,7 @@ def _read(group: Any, segmentation: Segmentation) -> LabeledImage | None:
     if missing_axes - {"Z"} or shapes[0] != list(segmentation.pixels.shape[-3:]):
         return None
     steps = list(_find_steps(shapes))
-    return LabeledImage(
+    return ImageCoordinates(
         axes=[dict(multiscale["axes"][position]) if position >= 0 else dict(_Z_AXIS) for position in positions],
         steps=steps,
         transformations=_read_transformations(multiscale["datasets"], positions, steps),
