@@ -23,7 +23,7 @@ TIMEOUT_SECONDS = 60
 TURN_WHEEL = """async turn => {
   const stage = document.querySelector(".view[data-axis=z] .stage");
   performance.clearMeasures();
-  stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -1 : 1, bubbles: true, cancelable: true }));
+  stage.dispatchEvent(new WheelEvent("wheel", { deltaY: turn % 2 ? -100 : 100, bubbles: true, cancelable: true }));
   await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
   return performance.getEntriesByName("draw").reduce((sum, entry) => sum + entry.duration, 0);
 }"""

@@ -1,6 +1,7 @@
 /** Navigation in slice views with the wheel, pointers and keys. */
 
 import { listenForUse } from "./shortcuts.js";
+import { createPlaneCounter, getZoomFactor } from "./wheel.js";
 
 /** @typedef {import("./slice_view.js").SliceView} SliceView */
 /** @typedef {import("./viewer.js").Viewer} Viewer */
@@ -9,21 +10,20 @@ import { listenForUse } from "./shortcuts.js";
 /** Largest movement of the pointer that still counts as a click. */
 const MAX_CLICK_MOVEMENT_PIXELS = 4;
 const KEY_ZOOM_FACTOR = 1.4;
-const WHEEL_ZOOM_FACTOR = 1.2;
 const PLANES_PER_PAGE_KEY = 10;
 
 /** Connect the wheel, pointers and keys of a view to the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
   const { stage, slider, axis } = view;
+  const countPlanes = createPlaneCounter();
   slider.addEventListener("input", () => viewer.move(axis, Number(slider.value) - viewer.scene.state.position[axis]));
   stage.addEventListener(
     "wheel",
     (event) => {
       event.preventDefault();
-      const sign = Math.sign(event.deltaY || event.deltaX);
       if (event.ctrlKey || event.metaKey)
-        viewer.zoomBy(sign < 0 ? WHEEL_ZOOM_FACTOR : 1 / WHEEL_ZOOM_FACTOR, view.voxelAt(event.offsetX, event.offsetY));
-      else viewer.move(axis, sign);
+        viewer.zoomBy(getZoomFactor(event), view.voxelAt(event.offsetX, event.offsetY));
+      else viewer.move(axis, countPlanes(event));
     },
     { passive: false },
   );

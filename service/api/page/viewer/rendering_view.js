@@ -5,6 +5,7 @@ import { Camera } from "./camera.js";
 import { chooseScaleBar } from "./rulers.js";
 import { valueAt } from "./scene.js";
 import { VolumeRenderer } from "./volume_renderer.js";
+import { getZoomFactor } from "./wheel.js";
 
 /** @typedef {import("./scene.js").Scene} Scene */
 /** @typedef {import("./scene.js").Triple} Triple */
@@ -15,7 +16,6 @@ const AXIS_NAMES = ["x", "y", "z"];
 const MAX_CLICK_MOVEMENT_PIXELS = 4;
 const RADIANS_PER_PIXEL = 1 / 120;
 const RADIANS_PER_KEY = 0.15;
-const WHEEL_ZOOM_FACTOR = 1.15;
 /** Distance of the names of the axes from the ends of the axes. The longest edge of the box is 2. */
 const LABEL_GAP = 0.1;
 
@@ -112,7 +112,7 @@ export class RenderingView {
       "wheel",
       (event) => {
         event.preventDefault();
-        camera.zoomBy(event.deltaY < 0 ? WHEEL_ZOOM_FACTOR : 1 / WHEEL_ZOOM_FACTOR);
+        camera.zoomBy(getZoomFactor(event));
         this.draw();
       },
       { passive: false },
