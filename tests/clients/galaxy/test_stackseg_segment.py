@@ -53,7 +53,7 @@ def make_command(**choices: str) -> list[str]:
     return shlex.split(text.rpartition("&&")[2].replace("\\$", "$"))
 
 
-@pytest.mark.parametrize("name", ["model", "border", "fill_holes", "quality", "strict"])
+@pytest.mark.parametrize("name", ["model", "link", "border", "fill_holes", "quality", "strict"])
 def test_every_choice_gives_a_valid_command(name: str) -> None:
     for choice in filter(None, list_choices(name)):
         program, *arguments = make_command(**{name: choice})
