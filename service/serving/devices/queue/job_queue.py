@@ -10,6 +10,7 @@ from service.core.errors import NotReady, QueueFull
 from service.serving.devices.queue.durations import JobDurations
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 from service.serving.devices.queue.memory import JobMemory
+from service.serving.devices.queue.retry_after import RetryAfter
 
 # Number of batches for which windows should be available: one that is being processed, one that is being prepared, and
 # one more in case preparation takes longer than processing.
@@ -56,6 +57,7 @@ class JobQueue:
         self.max_running, self._guaranteed_job_count = max_running, guaranteed_job_count
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
+        self._retry_after = RetryAfter(self._durations)
         self._waiting_jobs: list[Job[Any]] = []
         self._running_jobs: dict[Job[Any], ResourceNeeds] = {}
         self._is_closed = False
@@ -101,14 +103,14 @@ class JobQueue:
             if self.is_full(owner):
                 scope = " for requests with this API key" if self._is_shared else ""
                 message = f"The queue is full{scope}: {len(self._waiting_jobs)} requests are waiting. Try again later."
-                raise QueueFull(message, self._durations.estimate_retry_seconds(self._running_jobs))
+                raise QueueFull(message, self._retry_after.estimate_seconds(self._running_jobs))
 
     def offer(self, job: Job[Any]) -> None:
         """Add a job. Raises QueueFull or NotReady without blocking."""
         with self._condition:
             self.check_admission(job.owner)
             self.put(job)
-        job.add_done_callback(self._durations.record_duration)
+        job.add_done_callback(self._retry_after.record_duration)
 
     def put(self, job: Job[Any]) -> None:
         """Add a job even if the queue is full, such as a job that an earlier process accepted."""

@@ -357,23 +357,6 @@ def test_finished_and_cancelled_jobs_free_their_places() -> None:
     queue.offer(Job("last", return_seven))
 
 
-def test_retry_after_is_the_median_of_recent_durations() -> None:
-    queue, clock = JobQueue(0), Clock()
-    # No duration is known at first, then the median of the previous jobs.
-    for seconds, expected in ((0, 5), (1.2, 1), (1.3, 1), (0, 2)):
-
-        def work(_job: Job[None], seconds: float = seconds) -> None:
-            clock.now += seconds
-
-        job = Job("timed", work, clock=clock)
-        queue.offer(job)
-        assert queue.take() is job
-        with pytest.raises(QueueFull) as full:
-            queue.check_admission()
-        assert full.value.retry_after == expected
-        job.run()
-
-
 def test_owners_take_turns_and_jobs_of_an_owner_are_ordered_by_deadline() -> None:
     queue = JobQueue(max_waiting=30)
     many = [make_owned_job("ada", windows) for windows in (3, 1, 2)]
