@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from service.serving.devices.queue.job import Job, Progress
 
-# Maximum number of recent jobs whose median duration `estimate_retry_seconds` uses.
+# Number of recent jobs of a model that are considered.
 RECENT_JOB_COUNT = 16
-# Maximum value that `estimate_retry_seconds` returns.
-MAX_RETRY_SECONDS = 120
 # Device time per window, assumed until a job of the model has been timed. Used only for ordering jobs, and never shown
 # to clients.
 ASSUMED_SECONDS_PER_WINDOW = 0.1
@@ -46,7 +43,6 @@ class JobDurations:
         self._shared_seconds, self._update_time = 0.0, 0.0
         # Newest first, by model.
         self._timings: defaultdict[str, deque[Timing]] = defaultdict(lambda: deque(maxlen=RECENT_JOB_COUNT))
-        self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOB_COUNT)
         self._seconds_per_window: dict[str, float] = {}
         # Ratio of the finishing time to the time for windows, by model.
         self._finishing_ratios: dict[str, float] = {}
@@ -121,20 +117,6 @@ class JobDurations:
             )
         return Progress(done, total + finishing_windows)
 
-    def estimate_retry_seconds(self, running_jobs: Collection[Job[Any]]) -> int:
-        """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
-        estimates = [
-            seconds for job in running_jobs if (seconds := self.estimate_seconds_until_last_window(job)) is not None
-        ]
-        if estimates:
-            seconds_left = min(estimates)
-        elif self._recent_seconds:
-            max_seconds_run = max((job.seconds_run for job in running_jobs), default=0.0)
-            seconds_left = statistics.median(self._recent_seconds) - max_seconds_run
-        else:
-            return 5
-        return min(max(math.ceil(seconds_left), 1), MAX_RETRY_SECONDS)
-
     def learn_from(self, job: Job[Any]) -> None:
         """Update the estimates for windows and for finishing from a job that has ended."""
         if job.state != "done":
@@ -153,8 +135,3 @@ class JobDurations:
             self._finishing_ratios[job.model_name] = (
                 self._finishing_ratios.get(job.model_name, finishing_ratio) + finishing_ratio
             ) / 2
-
-    def record_duration(self, job: Job[Any]) -> None:
-        """Record the duration of a job, for `estimate_retry_seconds`."""
-        if job.state == "done":
-            self._recent_seconds.append(job.seconds_run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from service.core.errors import NotReady, QueueFull
@@ -17,6 +19,13 @@ BATCHES_AHEAD = 3
 # A running job has priority over a waiting job only if the remaining work of the running job is less than this multiple
 # of the work of the waiting job.
 REMAINING_WORK_FACTOR = 2
+# Maximum number of recent jobs whose median duration determines when a client should retry.
+RECENT_JOB_COUNT = 16
+# Seconds after which a client should retry if no job has been timed.
+DEFAULT_RETRY_SECONDS = 5
+# Maximum if the remaining time of running jobs is unknown, and if it is known. They may be canceled earlier.
+MAX_RETRY_SECONDS = 120
+MAX_KNOWN_RETRY_SECONDS = 3600
 
 
 class JobQueue:
@@ -56,6 +65,7 @@ class JobQueue:
         self.max_running, self._guaranteed_job_count = max_running, guaranteed_job_count
         self._memory = memory or JobMemory()
         self._durations = JobDurations()
+        self._recent_seconds: deque[float] = deque(maxlen=RECENT_JOB_COUNT)
         self._waiting_jobs: list[Job[Any]] = []
         self._running_jobs: dict[Job[Any], ResourceNeeds] = {}
         self._is_closed = False
@@ -101,14 +111,26 @@ class JobQueue:
             if self.is_full(owner):
                 scope = " for requests with this API key" if self._is_shared else ""
                 message = f"The queue is full{scope}: {len(self._waiting_jobs)} requests are waiting. Try again later."
-                raise QueueFull(message, self._durations.estimate_retry_seconds(self._running_jobs))
+                raise QueueFull(message, self._estimate_retry_seconds())
+
+    def _estimate_retry_seconds(self) -> int:
+        """Estimate the seconds until a running job ends, from its progress or the median duration of recent jobs."""
+        estimates = map(self._durations.estimate_seconds_until_last_window, self._running_jobs)
+        known_seconds = [seconds for seconds in estimates if seconds is not None]
+        if known_seconds:
+            return min(max(math.ceil(min(known_seconds)), 1), MAX_KNOWN_RETRY_SECONDS)
+        if not self._recent_seconds:
+            return DEFAULT_RETRY_SECONDS
+        max_seconds_run = max((job.seconds_run for job in self._running_jobs), default=0.0)
+        seconds_left = statistics.median(self._recent_seconds) - max_seconds_run
+        return min(max(math.ceil(seconds_left), 1), MAX_RETRY_SECONDS)
 
     def offer(self, job: Job[Any]) -> None:
         """Add a job. Raises QueueFull or NotReady without blocking."""
         with self._condition:
             self.check_admission(job.owner)
             self.put(job)
-        job.add_done_callback(self._durations.record_duration)
+        job.add_done_callback(self._record_duration)
 
     def put(self, job: Job[Any]) -> None:
         """Add a job even if the queue is full, such as a job that an earlier process accepted."""
@@ -259,6 +281,11 @@ class JobQueue:
         if self._waiting_jobs and not self._has_notified_thread and self._find_next_job() is not None:
             self._has_notified_thread = True
             self._condition.notify()
+
+    def _record_duration(self, job: Job[Any]) -> None:
+        """Record the duration of a job, for `_estimate_retry_seconds`."""
+        if job.state == "done":
+            self._recent_seconds.append(job.seconds_run)
 
     def _remove(self, job: Job[Any]) -> None:
         with self._condition:

@@ -357,6 +357,12 @@ def test_finished_and_cancelled_jobs_free_their_places() -> None:
     queue.offer(Job("last", return_seven))
 
 
+def read_retry_after(queue: JobQueue) -> int | None:
+    with pytest.raises(QueueFull) as full:
+        queue.check_admission()
+    return full.value.retry_after
+
+
 def test_retry_after_is_the_median_of_recent_durations() -> None:
     queue, clock = JobQueue(0), Clock()
     # No duration is known at first, then the median of the previous jobs.
@@ -368,10 +374,26 @@ def test_retry_after_is_the_median_of_recent_durations() -> None:
         job = Job("timed", work, clock=clock)
         queue.offer(job)
         assert queue.take() is job
-        with pytest.raises(QueueFull) as full:
-            queue.check_admission()
-        assert full.value.retry_after == expected
+        assert read_retry_after(queue) == expected
         job.run()
+
+
+def test_retry_after_is_the_remaining_time_of_the_running_job_up_to_an_hour() -> None:
+    queue, clock = JobQueue(0), Clock()
+    retry_seconds = []
+
+    def work(job: Job[None]) -> None:
+        for done in (1, 5, 9):
+            clock.now += 1200
+            job.advance(done, 10)
+            retry_seconds.append(read_retry_after(queue))
+
+    job = Job("long", work, clock=clock)
+    queue.offer(job)
+    assert queue.take() is job
+    job.run()
+    # After 1 of 10 windows, three hours are left.
+    assert retry_seconds == [3600, 2400, 400]
 
 
 def test_owners_take_turns_and_jobs_of_an_owner_are_ordered_by_deadline() -> None:
