@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,21 @@ CHANNEL_ATTRIBUTES = (
 STEPS = {"X": 2e-7, "Y": 3e-7, "Z": 1.5e-6, "T": 2.0, "λ": 1e-8, "Λ": 5e-9, "M": 1.0}
 
 
-def make_image(name: str, axes: str, pixels: np.ndarray) -> str:
-    """Return the XML element of an image of 16-bit pixels whose axes may contain C."""
+def make_image(name: str, axes: str, pixels: np.ndarray, properties: Sequence[Mapping[str, str]] = ()) -> str:
+    """Return the XML element of an image of 16-bit pixels whose axes may contain C.
+
+    properties  properties of each channel, such as its dye
+    """
     strides = dict(zip(axes, pixels.strides, strict=True))
     lengths = dict(zip(axes, pixels.shape, strict=True))
     channels = "".join(
-        f'<ChannelDescription LUTName="{color}" BytesInc="{index * strides.get("C", 0)}" {CHANNEL_ATTRIBUTES}/>'
-        for index, color in enumerate(("Green", "Red")[: lengths.get("C", 1)])
+        f'<ChannelDescription LUTName="{color}" BytesInc="{index * strides.get("C", 0)}" {CHANNEL_ATTRIBUTES}>'
+        + "".join(
+            f"<ChannelProperty><Key>{key}</Key><Value>{value}</Value></ChannelProperty>"
+            for key, value in (properties[index] if properties else {}).items()
+        )
+        + "</ChannelDescription>"
+        for index, color in enumerate(("Green", "Red", "Gray")[: lengths.get("C", 1)])
     )
     dimensions = "".join(
         f'<DimensionDescription DimID="{DIMENSION_IDS[axis]}" NumberOfElements="{length}" Origin="0"'
@@ -42,8 +51,10 @@ def make_block(memory_id: str, content: bytes) -> bytes:
     return struct.pack("<II", 0x70, len(head)) + head + content
 
 
-def write_lif(path: Path, images: dict[str, tuple[str, np.ndarray]]) -> Path:
-    elements = "".join(make_image(name, axes, pixels) for name, (axes, pixels) in images.items())
+def write_lif(
+    path: Path, images: dict[str, tuple[str, np.ndarray]], properties: Sequence[Mapping[str, str]] = ()
+) -> Path:
+    elements = "".join(make_image(name, axes, pixels, properties) for name, (axes, pixels) in images.items())
     xml = (
         f'<LMSDataContainerHeader Version="2"><Element Name="file"><Memory Size="0" MemoryBlockID="Block"/>'
         f"<Children>{elements}</Children></Element></LMSDataContainerHeader>"

@@ -51,10 +51,11 @@ class LifScene(Scene):
         sizes_in_micrometers = [self._find_pixel_size(axis) for axis in "ZYX"]
         self.calibration = parse_calibration(sizes_in_micrometers, "um", "the metadata of the LIF file")
         self.time_interval = find_time_interval(image.coords.get("T", ()))
-        self.channel_names = self._find_bands()
+        bands = self._find_bands()
         channels = image.xml_element.findall("./Data/Image/ImageDescription/Channels/ChannelDescription")
         colors = tuple(_COLORS.get(channel.get("LUTName", "").lower(), "") for channel in channels)
-        self.colors = () if self.channel_names else colors
+        self.colors = () if bands else colors
+        self.channel_names = bands or tuple(map(_find_channel_name, channels))
 
     def _find_bands(self) -> tuple[str, ...]:
         """Return the wavelength of each channel, if the channels are the bands of a spectrum."""
@@ -75,6 +76,18 @@ class LifScene(Scene):
         renamed = {self._channel_axis if axis == "C" else axis: index for axis, index in position.items()}
         plane: Array = self._image.frame(**renamed, **self._tile)
         return plane
+
+
+def _find_channel_name(channel: Any) -> str:
+    """Return the dye of a channel, or else its detector; "" if the file contains neither.
+
+    Dyes are stored with the catalog that defines them, such as Leica/ALEXA 488.
+    """
+    properties: dict[str, str] = {
+        item.findtext("Key", "").strip(): item.findtext("Value", "").strip()
+        for item in channel.iterfind("ChannelProperty")
+    }
+    return properties.get("DyeName", "").rpartition("/")[2].strip() or properties.get("DetectorName", "")
 
 
 def _find_channel_axis(sizes: Mapping[str, int]) -> str:

@@ -87,6 +87,19 @@ def test_bands_of_a_spectrum_are_channels(axis: str, bands: tuple[str, ...], tmp
     np.testing.assert_array_equal(volume.read_all()[0], pixels[1, 2])
 
 
+def test_channels_have_the_names_of_their_dyes_or_detectors(reader: Reader, tmp_path: Path) -> None:
+    pixels = make_pixels(3, 3, 8, 9)
+    properties = [
+        {"DetectorName": "HyD 1", "DyeName": "Leica/ALEXA 488"},
+        {"DyeName": "DAPI"},
+        {"DetectorName": "PMT Trans", "DyeName": ""},
+    ]
+    path = write_lif(tmp_path / "a.lif", {"stack": ("CZYX", pixels)}, properties)
+    assert reader.inspect(path, Selection()).channels == ("ALEXA 488", "DAPI", "PMT Trans")
+    volume = reader.read(path, Selection(channel="DAPI"), tmp_path)
+    np.testing.assert_array_equal(volume.read_all()[0], pixels[1])
+
+
 @pytest.mark.parametrize("part", [0.01, 0.3, 0.7, 0.95])
 def test_truncated_files_are_refused(part: float, reader: Reader, tmp_path: Path) -> None:
     path = write_lif(tmp_path / "a.lif", {"stack": ("ZYX", make_pixels(3, 8, 9))})
