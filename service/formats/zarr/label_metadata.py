@@ -1,4 +1,4 @@
-"""OME attributes of a segmentation: axes, transformations, and the names of classes and channels.
+"""OME attributes of a segmentation: axes, transformations, and the names and colors of classes.
 
 Specification: https://ngff.openmicroscopy.org.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from service.core.types import Segmentation
+from service.formats.tiff.imagej_metadata import make_label_colors
 from service.formats.zarr.image_coordinates import ImageCoordinates
 
 OME_VERSIONS = {2: "0.4", 3: "0.5"}
@@ -61,7 +62,17 @@ def make_ome_attributes(
             ome["image-label"]["properties"] = [
                 {"label-value": value, "name": class_name} for value, class_name in enumerate(segmentation.names)
             ]
+            ome["image-label"]["colors"] = [
+                {"label-value": value, "rgba": _get_color(value)} for value in range(len(segmentation.names))
+            ]
     return ome if zarr_format == 2 else {"ome": version_attribute | ome}
+
+
+def _get_color(value: int) -> list[int]:
+    """Return the RGBA color of a class in the label files for ImageJ. The background is transparent."""
+    colors = make_label_colors()
+    index = (value - 1) % 255 + 1 if value else 0
+    return [colors[256 * channel + index] >> 8 for channel in range(3)] + [255 if value else 0]
 
 
 def _describe_axes(segmentation: Segmentation) -> list[dict[str, str]]:

@@ -9,6 +9,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 import numpy as np
 import pytest
+import tifffile
 import yaozarrs
 import zarr
 from zarr_files import write_zarr
@@ -17,6 +18,7 @@ from service.core.errors import BadParameter
 from service.core.quantities import TimeInterval, VoxelSize
 from service.core.types import Segmentation, Selection
 from service.formats import stack_reader
+from service.formats.tiff import writer as tiff_writer
 from service.formats.zarr import writer as zarr_writer
 
 LIMIT = 2**28
@@ -82,6 +84,23 @@ def test_labels_of_an_image_have_its_version_and_are_listed(tmp_path: Path, vers
     assert np.array_equal(
         stack_reader.read(image / "labels" / "nuclei", Selection(), LIMIT).read_all()[0], make_labels()
     )
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+def test_classes_have_the_colors_of_label_files_for_imagej(tmp_path: Path, version: str) -> None:
+    image = write_zarr(tmp_path / "image.ome.zarr", make_labels((4, 16, 16)), version=version)
+    classes = Segmentation(
+        make_labels((4, 16, 16), np.uint8) % 3, "classes", None, None, ("background", "cell", "wall")
+    )
+    zarr_writer.write(classes, image / "labels" / "tissue")
+    yaozarrs.validate_zarr_store(str(image))
+    attributes = dict(zarr.open_group(image / "labels" / "tissue", mode="r").attrs)
+    background, *others = attributes.get("ome", attributes)["image-label"]["colors"]
+    assert background == {"label-value": 0, "rgba": [0, 0, 0, 0]}
+    tiff_writer.write(classes, tmp_path / "tissue.tif")
+    with tifffile.TiffFile(tmp_path / "tissue.tif") as file:
+        color_map = file.pages[0].colormap >> 8
+    assert others == [{"label-value": value, "rgba": [*color_map[:, value], 255]} for value in (1, 2)]
 
 
 def describe_image(
