@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from stackseg_client.errors import StackChanged
+from stackseg_client.zip_body import ZipBody
 
 # Size of the blocks in which bodies are read and sent.
 BLOCK_BYTES = 2**20
@@ -24,6 +25,8 @@ _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 # Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
 _DTYPE_KINDS = "biuf"
 MAX_ITEM_BYTES = 8
+# A folder with one of these files is an image or another group of Zarr.
+_ZARR_FILES = ("zarr.json", ".zattrs", ".zgroup", ".zarray")
 
 
 class ArrayLike(Protocol):
@@ -139,18 +142,30 @@ class ArrayBody:
 
 
 def make_body(source: Source) -> Body:
-    """Return the request body for a path, the bytes of a file, or an array. Raises the errors of `ArrayBody`."""
+    """Return the request body for a path, the bytes of a file, or an array. Raises the errors of `ArrayBody`.
+
+    A folder of OME-Zarr is sent as a zip archive. Raises IsADirectoryError for other folders.
+    """
     if isinstance(source, bytes | bytearray | memoryview):
         return BytesBody(source)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
+        if any((path / name).is_file() for name in _ZARR_FILES):
+            return _make_archive(path)
         if path.is_dir():
             raise IsADirectoryError(
-                f"{path} is a folder. Use segment_folder() for a folder of stacks, pass an OME-Zarr as a zip file or"
-                " as an array, or name a folder on the host of the server with input=."
+                f"{path} is a folder, but not an OME-Zarr. Use segment_folder() for a folder of stacks, or name a"
+                " folder on the host of the server with input=."
             )
         return FileBody(path, path.stat().st_size)
     return ArrayBody(source)
+
+
+def _make_archive(folder: Path) -> ZipBody:
+    """Return an archive of the files in a folder. They are not copied, and must not change."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    members = {path.relative_to(folder).as_posix(): FileBody(path, path.stat().st_size) for path in paths}
+    return ZipBody(f"{folder.resolve().name}.zip", members)
 
 
 def _split(view: memoryview) -> Iterator[memoryview]:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import ZipFile
 
 import numpy as np
@@ -56,6 +56,24 @@ def test_files_bytes_and_arrays_have_the_same_labels(client: Client, stack: NDAr
     single = client.segment(stack[7])
     assert single.labels.shape == (1, *stack.shape[1:])
     np.testing.assert_array_equal(np.asarray(result), result.labels)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+def test_folders_of_ome_zarr_are_sent_as_they_are(
+    client: Client, stack: NDArray[Any], path: Path, tmp_path: Path, zarr_format: Literal[2, 3]
+) -> None:
+    folder = tmp_path / "scan.ome.zarr"
+    group = zarr.open_group(folder, mode="w", zarr_format=zarr_format)
+    group.create_array("0", data=stack, chunks=(8, 16, 16))
+    dataset = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [0.5, 0.2, 0.2]}]}
+    axes = [{"name": name, "type": "space", "unit": "micrometer"} for name in "zyx"]
+    version = {2: "0.4", 3: "0.5"}[zarr_format]
+    ome = {"version": version, "multiscales": [{"version": version, "axes": axes, "datasets": [dataset]}]}
+    group.attrs.update(ome if zarr_format == 2 else {"ome": ome})
+    result = client.segment(folder)
+    assert result.voxel_size == (0.5, 0.2, 0.2)
+    np.testing.assert_array_equal(result.labels, client.segment(path).labels)
+    assert sorted(tmp_path.iterdir()) == [folder]
 
 
 @pytest.mark.parametrize("parameters", [{}, {"output": "probabilities"}, {"time": "all", "axes": "TZYX"}])
