@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -317,7 +320,7 @@ def test_job_continues_after_a_reload_and_can_be_canceled(fake: LiveServer, open
     expect(page.locator("#summary")).to_contain_text("classes")
 
 
-def test_web_ui_prompts_for_a_required_api_key(bands_repository: Path, open_page: OpenPage) -> None:
+def test_web_ui_prompts_for_a_required_api_key(bands_repository: Path, open_page: OpenPage, tmp_path: Path) -> None:
     settings = eager_settings(bands_repository, models={"load": "all"}, access={"keys": {"ann": hash_key("ann")}})
     with serve(settings, load=FakeSegmenter, wait=False) as live:  # type: ignore[arg-type]
         live.wait_ready()
@@ -328,9 +331,28 @@ def test_web_ui_prompts_for_a_required_api_key(bands_repository: Path, open_page
         expect(page.locator("#key-problem")).to_contain_text("rejected this key")
         field.fill("ann")
         page.get_by_role("button", name="Use this key").click()
-        choose_file(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
+        stack = as_tiff(np.full((4, 16, 16), 200, np.uint8))
+        choose_file(page, stack)
         press_segment(page)
         expect(page.locator("#summary")).to_contain_text("classes")
+        page.get_by_role("tab", name="Export").click()
+        expect(page.locator(".export")).to_contain_text("from the environment variable STACKSEG_KEY")
+        scripts = dict(
+            zip(
+                page.locator(".snippet summary").all_text_contents(),
+                page.locator(".snippet pre").all_text_contents(),
+                strict=True,
+            )
+        )
+        (tmp_path / "cells.tif").write_bytes(stack)
+        labels = []
+        for command in (["sh", "-c", scripts["curl"]], [sys.executable, "-c", scripts["Python"]]):
+            subprocess.run(command, cwd=tmp_path, env=os.environ | {"STACKSEG_KEY": "ann"}, check=True)
+            (output,) = tmp_path.glob("*_labels*")
+            labels.append(tifffile.imread(output))
+            output.unlink()
+        assert np.array_equal(*labels)
+        assert labels[0].shape == (4, 16, 16)
 
 
 def test_status_shows_running_and_recent_requests_while_it_is_visible(fake: LiveServer, open_page: OpenPage) -> None:

@@ -2,7 +2,8 @@
 
 import { button, downloadBlob, element, redraw } from "../core/elements.js";
 import { formatDate } from "../core/format.js";
-import { buildQuery, request } from "../core/requests.js";
+import { hasKey, request } from "../core/requests.js";
+import { createScripts, KEY_VARIABLE } from "./export_scripts.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 
@@ -49,9 +50,10 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
   const show = ({ description, filterQuery, corrected }) => {
     contentText.textContent = description;
     statusText.textContent = "";
+    const keyNote = hasKey() ? ` curl and Python read your API key from the environment variable ${KEY_VARIABLE}.` : "";
     scriptsText.textContent = corrected
-      ? "The scripts segment the stack again, without your corrections."
-      : "The scripts segment the stack again, with the same settings.";
+      ? `The scripts segment the stack again, without your corrections.${keyNote}`
+      : `The scripts segment the stack again, with the same settings.${keyNote}`;
     const hasTable = job.objects !== null && job.parameters.measurements === "zip";
     const buttons = corrected
       ? [
@@ -72,8 +74,8 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
         ];
     redraw(fileButtons, () => [...buttons, createButton("Screenshot (PNG)", "_view.png", takeScreenshot)]);
     redraw(scripts, () =>
-      Object.entries(createScripts(job, name || "stack.tif", corrected ? "" : filterQuery)).map(([language, text]) =>
-        createSnippet(language, text),
+      Object.entries(createScripts(job, name || "stack.tif", corrected ? "" : filterQuery, hasKey())).map(
+        ([language, text]) => createSnippet(language, text),
       ),
     );
   };
@@ -117,47 +119,4 @@ function createSnippet(language, text) {
     element("summary", {}, language),
     element("div", { class: "snippet-body" }, element("pre", { tabIndex: 0 }, text), copyButton),
   );
-}
-
-/** Create scripts that repeat the request of a job. @param {Job} job @param {string} stackFile file name of the stack @param {string} filterQuery query string that selects the displayed objects of the result @returns {Record<string, string>} script by language */
-export function createScripts(job, stackFile, filterQuery) {
-  const { stack: _stack, measurements, ...parameters } = job.parameters;
-  const stem = stackFile.replace(/(\.ome)?\.(tiff?|ozx|zarr|zarr\.zip|zip)$/i, "");
-  const query = buildQuery({ ...parameters, measurements });
-  const url = `${location.origin}${location.pathname.replace(/[^/]*$/, "")}segment${query && "?"}${query}`;
-  const labelsFile = `${stem}_labels${measurements ? ".zip" : ".ome.tif"}`;
-  const options = Object.entries(parameters).map(
-    ([name, value]) => `--${name.replaceAll("_", "-")} ${quoteForShell(String(value))}`,
-  );
-  if (measurements) options.push(`--measurements ${quoteForShell(`${stem}_objects.csv`)}`);
-  const resultUrl = `${url.slice(0, url.indexOf("segment"))}jobs/${job.id}/result?${filterQuery}`;
-  return {
-    ...(filterQuery && {
-      "Displayed objects of this result": `curl -sS --fail-with-body -H 'Accept: image/tiff' \\\n  ${quoteForShell(resultUrl)} -o ${quoteForShell(`${stem}_labels.ome.tif`)}`,
-    }),
-    curl: `curl -sS --fail-with-body --data-binary @${quoteForShell(stackFile)} -H 'Content-Type: image/tiff' \\\n  ${quoteForShell(url)} -o ${quoteForShell(labelsFile)}`,
-    Python: [
-      "import urllib.request",
-      "",
-      `with open(${quoteForPython(stackFile)}, "rb") as stack:`,
-      "    request = urllib.request.Request(",
-      `        ${quoteForPython(url)},`,
-      '        data=stack.read(), headers={"Content-Type": "image/tiff"})',
-      `with urllib.request.urlopen(request) as response, open(${quoteForPython(labelsFile)}, "wb") as labels:`,
-      "    labels.write(response.read())",
-    ].join("\n"),
-    stackseg: ["stackseg segment", quoteForShell(stackFile), quoteForShell(`${stem}_labels.ome.tif`), ...options].join(
-      " ",
-    ),
-  };
-}
-
-/** @param {string} text */
-function quoteForShell(text) {
-  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`;
-}
-
-/** @param {string} text */
-function quoteForPython(text) {
-  return JSON.stringify(text);
 }
