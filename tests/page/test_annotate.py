@@ -321,13 +321,13 @@ def test_suggested_objects_are_accepted_by_click(nuclei: LiveServer, stack: str,
     assert len(np.unique(export_labels(page))) == object_count + 1
 
 
-def test_objects_are_deleted_by_size_and_confidence(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:
+def test_objects_are_deleted_by_size_confidence_and_border(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:
     job = nuclei.run(b"", stack=stack, measurements="zip")
     page = open_page(nuclei, accept_downloads=True)
     page.goto(f"/#job={job['id']}")
     open_correct_tab(page)
     labels = export_labels(page)
-    page.get_by_text("Delete by size or confidence").click()
+    page.get_by_text("Delete by size, confidence or border").click()
     details, delete = page.locator(".bulk-delete"), page.locator(".bulk-delete").get_by_role("button")
     expect(delete).to_be_disabled()
     sizes = np.bincount(labels.ravel())[1:] * 0.5 * 0.2 * 0.2
@@ -354,6 +354,14 @@ def test_objects_are_deleted_by_size_and_confidence(nuclei: LiveServer, stack: s
     expect(delete).to_have_text(re.compile(f"Delete {len(doubtful)} objects?"))
     delete.click()
     assert np.array_equal(export_labels(page), np.where(np.isin(labels, doubtful), 0, labels))
+    page.get_by_role("button", name="Undo").click()
+    page.get_by_label("Confidence below").fill("")
+    page.get_by_label("Touching the border").check()
+    faces = [np.take(labels, index, axis) for axis in range(3) for index in (0, -1)]
+    cut_off = np.unique(np.concatenate([face.ravel() for face in faces]))[1:]
+    expect(details).to_contain_text(f"{len(cut_off)} of {np.count_nonzero(sizes)} objects match and are shown in red.")
+    delete.click()
+    assert np.array_equal(export_labels(page), np.where(np.isin(labels, cut_off), 0, labels))
 
 
 def test_strokes_and_undo_are_drawn_within_a_frame(nuclei: LiveServer, open_page: OpenPage) -> None:

@@ -1,7 +1,8 @@
-/** Controls that delete objects by size or confidence. They show the affected objects before they are deleted. */
+/** Controls that delete objects by size, by confidence, or at the border of the stack. They show the affected objects before they are deleted. */
 
 import { button, element, field } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
+import { findBorderObjects } from "../volumes/border_objects.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 
@@ -23,6 +24,7 @@ export class BulkDelete {
     this.maxInput = createInput("any size", {});
     this.confidenceInput = createInput("any confidence", { max: "100" });
     this.confidenceField = field("Confidence below, in %", this.confidenceInput);
+    this.borderCheckbox = element("input", { type: "checkbox", onchange: () => this.update() });
     this.unitText = element("p", { class: "muted small" });
     this.text = element("p", { class: "muted small", role: "status" });
     this.deleteButton = button("Delete", () => this.#delete(), "secondary");
@@ -39,6 +41,7 @@ export class BulkDelete {
         this.confidenceField,
       ),
       this.unitText,
+      element("label", { class: "inline-label" }, this.borderCheckbox, "Touching the border of the stack"),
       this.text,
       this.deleteButton,
     );
@@ -50,7 +53,8 @@ export class BulkDelete {
     this.confidenceField.hidden = confidences.size === 0;
     const isCalibrated = this.getTools()?.viewer.scene.state.isCalibrated;
     this.unitText.textContent = `Sizes are volumes in ${isCalibrated ? "µm³" : "voxels"}.`;
-    this.summary.textContent = confidences.size ? "Delete by size or confidence" : "Delete by size";
+    this.summary.textContent = confidences.size ? "Delete by size, confidence or border" : "Delete by size or border";
+    this.borderCheckbox.checked = false;
     for (const input of [this.minInput, this.maxInput, this.confidenceInput]) input.value = "";
     this.update();
   }
@@ -64,11 +68,13 @@ export class BulkDelete {
     );
     const [z, y, x] = tools.editor.voxelSize;
     const voxelVolume = tools.viewer.scene.state.isCalibrated ? z * y * x : 1;
+    const borderIds = this.borderCheckbox.checked ? findBorderObjects(tools.editor.labels) : new Set();
     return [...tools.editor.objects].flatMap(([id, { voxelCount }]) => {
       const volume = voxelCount * voxelVolume;
       const isMatch =
         (min !== null && volume < min) ||
         (max !== null && volume > max) ||
+        borderIds.has(id) ||
         (confidence !== null && 100 * (this.confidences.get(id) ?? Infinity) < confidence);
       return isMatch ? [id] : [];
     });
