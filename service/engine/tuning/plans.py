@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -18,6 +20,8 @@ from pydantic import Field, PlainSerializer, PlainValidator, PositiveInt, TypeAd
 from service.core.sections.computing import MAX_STREAMS
 
 FOLDER_NAME = "plans"
+# Plans that were not used for this time are deleted when another one is saved.
+MAX_UNUSED_SECONDS = 90 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -162,19 +166,25 @@ def hash_sources(*folders: Path) -> str:
 
 def find(folder: Path, model: str, circumstances: Mapping[str, str]) -> EnginePlan | None:
     """Return the plan for exactly these circumstances, or None if there is no readable plan."""
-    plan = _read(folder / _make_file_name(model, circumstances))
-    return plan if plan is not None and plan.circumstances == dict(circumstances) else None
+    file = folder / _make_file_name(model, circumstances)
+    plan = _read(file)
+    if plan is None or plan.circumstances != dict(circumstances):
+        return None
+    # `save` finds unused plans by their modification time.
+    with suppress(OSError):
+        os.utime(file)
+    return plan
 
 
 def find_all(folder: Path, model: str, weights_hash: str) -> tuple[EnginePlan, ...]:
-    """Return all saved plans for a model whose weights have this SHA-256 hash, the newest first."""
+    """Return all saved plans for a model whose weights have this SHA-256 hash, the most recently used first."""
     files = sorted(folder.glob(f"{model}-*.json"), key=_get_modification_time, reverse=True)
     plans = (plan for plan in map(_read, files) if plan is not None)
     return tuple(plan for plan in plans if plan.model == model and plan.circumstances.get("weights") == weights_hash)
 
 
 def save(folder: Path, plan: EnginePlan) -> None:
-    """Write a plan atomically to the file that `find` reads. Raises OSError."""
+    """Write a plan atomically to the file that `find` reads, and delete unused plans. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, temporary_name = tempfile.mkstemp(dir=folder, suffix=".part")
     try:
@@ -183,6 +193,10 @@ def save(folder: Path, plan: EnginePlan) -> None:
         Path(temporary_name).replace(folder / _make_file_name(plan.model, plan.circumstances))
     finally:
         Path(temporary_name).unlink(missing_ok=True)
+    for path in folder.glob("*.json"):
+        if time.time() - _get_modification_time(path) > MAX_UNUSED_SECONDS:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _get_modification_time(file: Path) -> float:

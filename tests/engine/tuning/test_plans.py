@@ -2,6 +2,7 @@ import json
 import os
 import pwd
 import resource
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,6 +95,18 @@ def test_plans_of_a_model_are_listed_newest_first_and_deleted_files_are_skipped(
     (tmp_path / "nuclei-gone.json").symlink_to(tmp_path / "deleted")
     assert plans.find_all(tmp_path, "nuclei", "abc") == (PLAN, older_plan)
     assert plans.find_all(tmp_path / "nowhere", "nuclei", "abc") == ()
+
+
+def test_unused_plans_are_deleted_when_another_one_is_saved(tmp_path):
+    names = ("unused", "used", "new")
+    for name in names[:2]:
+        plans.save(tmp_path, replace(PLAN, model=name))
+    for file in tmp_path.iterdir():
+        os.utime(file, (0, time.time() - plans.MAX_UNUSED_SECONDS - 60))
+    assert plans.find(tmp_path, "used", PLAN.circumstances) is not None
+    plans.save(tmp_path, replace(PLAN, model="new"))
+    assert [plans.find(tmp_path, name, PLAN.circumstances) is not None for name in names] == [False, True, True]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_plan_is_formatted_as_a_table():
