@@ -103,7 +103,12 @@ class TableArguments(JobArguments):
 
 PlaneNumber = Annotated[
     int | None,
-    Field(ge=0, le=MAX_INDEX, description="Zero-based index of the plane along Z. Default: the middle plane."),
+    Field(
+        ge=0,
+        le=MAX_INDEX,
+        description="Zero-based index of the plane along Z. Default: the middle plane, or another one if it is nearly "
+        "empty.",
+    ),
 ]
 
 

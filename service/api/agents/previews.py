@@ -9,7 +9,7 @@ from functools import partial
 from service.api.agents.arguments import ResultPreviewArguments, StackPreviewArguments
 from service.api.agents.calls import Client, ToolAnswer
 from service.api.requests.body import inspect_file, receive_file
-from service.api.requests.pictures import choose_view, draw_view
+from service.api.requests.pictures import choose_clear_view, draw_view
 from service.api.requests.volumes import open_host_volume, open_label_volume, open_stack_volume
 from service.core.errors import BadParameter, RequestError
 from service.core.quantities import TimeRange
@@ -31,7 +31,7 @@ async def preview_stack(client: Client, arguments: StackPreviewArguments) -> Too
                 raise
             selection, time_note = await _choose_time(client, arguments)
             volume = await _open_image(client, exit_stack, arguments, selection)
-        view = choose_view(volume, arguments.plane)
+        view = await choose_clear_view(client.runtime, client.quota_name, volume, arguments.plane)
         png = await draw_view(client.runtime, client.quota_name, [volume], view, draw_plane)
     return ToolAnswer(f"{time_note}{view.describe()} {_describe_grid(volume)}", image=png)
 
@@ -45,10 +45,11 @@ async def preview_result(client: Client, arguments: ResultPreviewArguments) -> T
         if metadata.time_points is not None and metadata.time_points[0] > 1:
             time, time_note = _choose_middle(0, metadata.time_points[0])
     labels = await open_label_volume(client.make_request("", {}), client.runtime, arguments.job, time)
-    view = choose_view(labels, arguments.plane)
     job = await run_in_thread(partial(client.async_jobs.view, arguments.job, client.name))
     async with AsyncExitStack() as exit_stack:
         image = await _find_image(client, exit_stack, job, labels, time or 0)
+        shown = labels if image is None else image
+        view = await choose_clear_view(client.runtime, client.quota_name, shown, arguments.plane)
         draw = partial(draw_view, client.runtime, client.quota_name, view=view)
         if labels.dtype.kind == "f":
             drawing, png = "Probabilities of the first class.", await draw([labels], draw_planes=draw_plane)

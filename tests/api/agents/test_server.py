@@ -151,6 +151,21 @@ def test_uploaded_stacks_are_used_by_their_id(live: LiveServer) -> None:
     assert picture.content[0].text.startswith("Plane 2 of planes 0 to 3 along Z, every 2 pixels")
 
 
+def test_preview_shows_the_middle_plane_unless_it_is_almost_empty(live: LiveServer) -> None:
+    noise = np.random.default_rng(0).integers(90, 110, (16, 24, 24), np.uint16)
+    stacks = []
+    for bright_planes in (slice(0, 16), slice(11, 16)):
+        pixels = noise.copy()
+        pixels[bright_planes, 8:16, 8:16] = 5000
+        headers = {"Authorization": f"Bearer {ADA}", "Content-Type": "image/tiff"}
+        stacks.append(str(live.client.post("/stacks", content=as_tiff(pixels), headers=headers).json()["id"]))
+    planes = [
+        call(live, "preview_stack", stack=stack, **arguments).content[0].text.partition(" of ")[0]
+        for stack, arguments in ((stacks[0], {}), (stacks[1], {}), (stacks[1], {"plane": 8}))
+    ]
+    assert planes == ["Plane 8", "Plane 12", "Plane 8"]
+
+
 @pytest.fixture(scope="module")
 def series(live: LiveServer) -> str:
     """The id of an uploaded time series. Each of its five time points has another bright voxel."""
