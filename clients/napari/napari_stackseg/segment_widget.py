@@ -64,6 +64,9 @@ class SegmentWidget(TaskWidget[Segmentation]):
         self.diameter, self.diameter_value = QComboBox(), QLineEdit()
         self.diameter_value.setPlaceholderText("6.5um or 15px")
         self.measure_button = QPushButton("From drawn line or circle")
+        self.threshold, self.minimum_size = QLineEdit(), QLineEdit()
+        self.threshold.setPlaceholderText("model default, or 0 to 1")
+        self.minimum_size.setPlaceholderText("500 voxels, or 12.5um3")
         self.all_times, self.link = QCheckBox("All time points"), QComboBox()
         self.progress = QProgressBar()
         self.progress.setRange(0, 100)
@@ -93,6 +96,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
             ("", self.voxel_note),
             ("Object diameter", self.diameter, self.diameter_value),
             ("", self.measure_button),
+            ("Foreground threshold", self.threshold),
+            ("Minimum object size", self.minimum_size),
             ("Time series", self.all_times, self.link),
         ):
             row = QHBoxLayout()
@@ -267,6 +272,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
             "time": time,
             "link": self.link.currentData() if time == "all" else None,
             "diameter": diameter,
+            "threshold": self.threshold.text().strip() or None,
+            "minimum_size": self.minimum_size.text().strip() or None,
         }
 
     def segment(self) -> None:

@@ -130,6 +130,24 @@ def test_measured_diameters_are_used(viewer: Any, widget: SegmentWidget) -> None
     assert "stated" in widget.message.text()
 
 
+def test_threshold_and_minimum_size_are_used(viewer: Any, widget: SegmentWidget) -> None:
+    viewer.add_image(tifffile.imread(SAMPLE)[:32, :96, :96], scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    widget.threshold.setText("0.9")
+    widget.minimum_size.setText("60")
+    labels = segment(viewer, widget)
+    parameters = labels.metadata["stackseg"]["parameters"]
+    assert (parameters["threshold"], parameters["minimum_size"]) == ("0.9", "60")
+    assert min(np.unique(labels.data[labels.data > 0], return_counts=True)[1]) >= 60
+    widget.minimum_size.setText("100 µm³")
+    larger = segment(viewer, widget)
+    # A voxel has 0.02 µm³.
+    assert min(np.unique(larger.data[larger.data > 0], return_counts=True)[1]) >= 5000
+    widget.threshold.setText("2")
+    widget.segment()
+    wait_until(lambda: "✗" in widget.message.text())
+    assert "foreground threshold" in widget.message.text()
+
+
 def test_canceling_ends_the_job_on_the_server(viewer: Any, widget: SegmentWidget) -> None:
     viewer.add_image(np.tile(tifffile.imread(SAMPLE), (6, 3, 3)), scale=(0.5, 0.2, 0.2), units=["um"] * 3)
     widget.diameter.setCurrentIndex(widget.diameter.findData("none"))
