@@ -7,8 +7,10 @@ Starts with the default model and follows advice as the web UI gives it, for at 
 - finally, the result with the highest confidence.
 
 With `--grid`, the stacks are also segmented with all models that find objects, at several diameters in voxels. The last
-row of a stack is then its best result. The score is F1. Stacks without a ground truth are scored by their spots: F1 of the
-centers of objects that lie within half a cell of a spot.
+row of a stack is then its best result.
+
+The score is F1. Stacks without a ground truth are scored by their spots: F1 of the centers of objects that lie within
+half a cell of a spot.
 """
 
 from __future__ import annotations
