@@ -7,8 +7,10 @@ Starts with the default model and follows advice as the web UI gives it, for at 
 - finally, the result with the highest confidence.
 
 With `--grid`, the stacks are also segmented with all models that find objects, at several diameters in voxels. The last
-columns then contain the best score. The score is F1. Stacks without a ground truth are scored by their spots: F1 of the
-centers of objects that lie within half a cell of a spot.
+row of a stack is then its best result.
+
+The score is F1. Stacks without a ground truth are scored by their spots: F1 of the centers of objects that lie within
+half a cell of a spot.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -197,18 +200,21 @@ def report(folder: Path, names: Sequence[str], *, with_grid: bool) -> Iterator[s
         volume = stack_reader.read(path / "image.tif", recorded.selection, MAX_PIXEL_BYTES)
         compute_score = make_scorer(path, volume.read_all()[0])
         steps, final = follow_advice(runners, volume)
-        scored_steps = [(step.advice, step) for step in steps] + [("recommended", final)]
+        scored = [(step, compute_score(step.labels)) for step in steps]
+        for step, value in scored:
+            yield format_row(name, step.advice, step, value)
+        yield format_row(name, "recommended", final, compute_score(final.labels))
         if with_grid:
-            grid = [
-                run(runners, volume, model, Options(diameter=parse_diameter(diameter)), "best of the grid")
-                for model in MODELS
-                for diameter in recorded.diameters
-            ]
-            best = max([*grid, *steps], key=lambda step: compute_score(step.labels))
-            scored_steps.append(("best", best))
-        for advice, step in scored_steps:
-            cells = (name, advice, step.model, step.diameter, f"{step.confidence:.2f}")
-            yield f"| {' | '.join(cells)} | {compute_score(step.labels):.2f} |"
+            for model, diameter in product(MODELS, recorded.diameters):
+                step = run(runners, volume, model, Options(diameter=parse_diameter(diameter)), "grid")
+                scored.append((step, compute_score(step.labels)))
+                yield format_row(name, "grid", *scored[-1])
+            yield format_row(name, "best", *max(scored, key=lambda pair: pair[1]))
+
+
+def format_row(name: str, advice: str, step: Step, value: float) -> str:
+    """Return a row of the table: the advice that led to a result of a stack, and the score of the result."""
+    return f"| {name} | {advice} | {step.model} | {step.diameter} | {step.confidence:.2f} | {value:.2f} |"
 
 
 def main() -> None:

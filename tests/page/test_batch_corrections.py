@@ -6,11 +6,13 @@ import csv
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tifffile
 from browsing import OpenPage, central_voxel, check_accessibility, download, find_crosshair, go_to, open_correct_tab
-from live import LiveServer, as_tiff
+from live import LabelTiff, LiveServer, as_tiff
+from numpy.typing import NDArray
 from paths import ROOT
 from playwright.sync_api import Page, expect
 
@@ -83,6 +85,66 @@ def test_files_of_a_batch_contain_the_corrected_objects(nuclei: LiveServer, open
     page.evaluate("localStorage.clear()")
     page.reload()
     expect(row).to_contain_text(f"{labels.max()} objects before1 correction")
+
+
+def test_archive_of_a_batch_contains_the_corrected_time_points(nuclei: LiveServer, open_page: OpenPage) -> None:
+    sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[8:24]
+    series = np.stack([sample[:, shift : shift + 48, :48] for shift in (0, 1, 2)])
+    page = open_page(nuclei, accept_downloads=True)
+    files = {"one.tif": as_tiff(sample[:, :48, :48]), "series.tif": as_tiff(series, metadata={"axes": "TZYX"})}
+    page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    page.get_by_label("Time points").select_option("all")
+    page.get_by_label("Track objects over time").check()
+    page.get_by_label("How the object diameter is determined").select_option("none")
+    page.get_by_role("button", name="Segment 2 stacks").click()
+    expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(2)
+    original, table = read_archive(page)
+    before = read_series(table)
+    page.get_by_role("button", name="Open: series.tif").click()
+    page.get_by_role("button", name="Next time point").click()
+    largest = int(np.argmax(np.bincount(original[1].ravel())[1:])) + 1
+    delete_object(page, central_voxel(original[1], largest))
+    # Draw an object in the empty place of the deleted one. Its number must not be that of a track.
+    page.get_by_role("button", name="Brush").click()
+    page.mouse.click(*find_crosshair(page))
+    expect(page.get_by_role("tab", name="Correct")).to_contain_text("2 corrections")
+
+    page.get_by_role("link", name="Back to the batch").click()
+    expect(page.locator(".batch-list")).to_contain_text("2 corrections")
+    corrected, table = read_archive(page)
+    expect(page.locator(".batch-head")).to_contain_text("It contains your corrections of series.tif.")
+    new = int(original.max()) + 1
+    assert corrected.shape == original.shape
+    assert np.array_equal(corrected[[0, 2]], original[[0, 2]])
+    assert np.array_equal(
+        np.where(corrected[1] == new, 0, corrected[1]), np.where(original[1] == largest, 0, original[1])
+    )
+    after = read_series(table)
+    assert after.keys() == before.keys() - {(largest, 1)} | {(new, 1)}
+    assert int(after[new, 1]["num_pixels"]) == np.count_nonzero(corrected == new) > 0
+    assert (after[new, 1]["track_id"], after[new, 1]["parent"]) == (str(new), "0")
+    for key in after.keys() - {(new, 1)}:
+        assert {**after[key]}.keys() == {**before[key]}.keys()
+        for column, value in before[key].items():
+            same = after[key][column] == value or np.isclose(float(after[key][column]), float(value), rtol=1e-6)
+            assert same, (key, column)
+
+
+def read_archive(page: Page) -> tuple[NDArray[Any], str]:
+    """Return the labels of the series [T, Z, Y, X] and the table in the archive of a batch."""
+    with page.expect_download() as download_info:
+        page.get_by_role("button", name="ZIP").click()
+    with zipfile.ZipFile(Path(download_info.value.path())) as archive:
+        (name,) = [name for name in archive.namelist() if name.startswith("labels/series")]
+        tiff = LabelTiff(archive.read(name))
+        assert tiff.axes == "TZYX"
+        return tiff.pixels, archive.read("objects.csv").decode()
+
+
+def read_series(table: str) -> dict[tuple[int, int], dict[str, str]]:
+    """Return the rows of the series by label and time point."""
+    rows = [row for row in csv.DictReader(io.StringIO(table)) if row["stack"] == "series.tif"]
+    return {(int(row["label"]), int(row["time"])): row for row in rows}
 
 
 def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: LiveServer, open_page: OpenPage) -> None:

@@ -384,14 +384,14 @@ def test_results_are_compared_with_and_without_corrections(result: Result, open_
     left, right = page.locator(".side-by-side").first, page.locator(".side-by-side").last
     footer = page.locator("#compare footer")
     object_count = len(sort_ids_by_size(labels))
-    expect(footer).to_contain_text(f"{object_count - 1} objects in both (overlap above 50%), 1 only on the left")
+    expect(footer).to_contain_text(f"{object_count - 1} objects in both (overlap above 50%), 1 only in the first")
     expect(right).to_contain_text(f"{object_count - 1} objects")
     tops = page.locator(".side-by-side .views").evaluate_all(
         "views => views.map(view => view.getBoundingClientRect().top)"
     )
     assert tops[0] == tops[1]
     right.get_by_label("With 1 correction").uncheck()
-    expect(footer).to_contain_text("0 only on the left, 0 only on the right")
+    expect(footer).to_contain_text("0 only in the first, 0 only in the second")
     for side in (left, right):
         expect(side).to_contain_text(f"{object_count} objects")
     check_accessibility(page)

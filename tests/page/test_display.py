@@ -6,7 +6,7 @@ import io
 import itertools
 
 import numpy as np
-from browsing import OpenPage, check_accessibility, choose_file, press_segment
+from browsing import OpenPage, check_accessibility, choose_file, drag, press_segment
 from live import LiveServer, as_tiff
 from PIL import Image
 from playwright.sync_api import Page, expect
@@ -60,6 +60,32 @@ def test_contrast_is_set_with_numbers_and_automatically(fake: LiveServer, open_p
     page.get_by_role("button", name="Auto", exact=True).click()
     assert [low.input_value(), high.input_value()] == automatic
     check_accessibility(page)
+
+
+def test_object_diameter_is_set_with_a_circle_and_with_a_line(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_stack(fake, open_page, as_tiff(np.zeros((9, 64, 64), np.uint16)))
+    circle, field = page.locator(".circle"), page.get_by_label("Object diameter in voxels")
+    expect(circle).to_be_hidden()
+    page.get_by_label("How the object diameter is determined").select_option("px")
+    expect(page.locator("#settings")).to_contain_text("hold Shift and draw a line")
+    expect(circle).to_be_visible()
+    stage = page.locator(".view[data-axis=z] .stage").bounding_box()
+    box = circle.bounding_box()
+    assert stage is not None
+    assert box is not None
+    x, y = stage["x"] + stage["width"] / 2, stage["y"] + stage["height"] / 2
+    pixels_per_voxel = (box["width"]) / 15
+    drag(page, [(x + box["width"] / 2 - 1, y), (x + 15 * pixels_per_voxel, y)])
+    expect(field).to_have_value("30")
+    page.keyboard.down("Shift")
+    drag(page, [(x, y + 18 * pixels_per_voxel), (x, y), (x + 12 * pixels_per_voxel, y + 2 * pixels_per_voxel)])
+    page.keyboard.up("Shift")
+    # 20 voxels: the line is the hypotenuse of 12 and 16.
+    expect(field).to_have_value("20")
+    expect(page.locator(".diameter-line")).to_be_hidden()
+    press_segment(page)
+    expect(page.locator("#summary")).to_contain_text("classes")
+    assert fake.client.get("/jobs").json()["jobs"][0]["parameters"]["diameter"] == "20px"
 
 
 def test_screenshot_has_a_scale_bar(fake: LiveServer, open_page: OpenPage) -> None:

@@ -214,14 +214,14 @@ def test_compared_results_show_the_objects_within_their_limits(
     other_count = other_job["objects"]
     hidden_count = other_count - kept_count
     expect(footer).to_contain_text(
-        f"{kept_count} objects in both (overlap above 50%), 0 only on the left, {hidden_count}"
+        f"{kept_count} objects in both (overlap above 50%), 0 only in the first, {hidden_count}"
     )
     right.get_by_text("Filter the objects").click()
     field = right.get_by_label("Smallest Volume, µm³", exact=True)
     field.fill(str(median))
     field.press("Enter")
     expect(right).to_contain_text(f"{kept_count} of {other_count} objects")
-    expect(footer).to_contain_text("0 only on the left, 0 only on the right")
+    expect(footer).to_contain_text("0 only in the first, 0 only in the second")
     check_accessibility(page)
     right.get_by_role("link", name="Open this result").click()
     expect(page.locator("#summary")).to_contain_text(f"{kept_count} of {other_count} objects")

@@ -109,7 +109,7 @@ def test_low_confidence_result_suggests_another_model_once(nuclei: LiveServer, o
     expect(notes).to_contain_text("Another result of this stack has a higher confidence")
     # The two figures have different meanings, which are explained on hover.
     expect(page.get_by_text("confidence", exact=False).locator("xpath=self::abbr")).to_have_attribute(
-        "title", re.compile("expected F1")
+        "title", re.compile("expected match with the true objects")
     )
     expect(page.get_by_role("button", name="Conf.")).to_have_attribute("title", re.compile("matches a true object"))
     check_accessibility(page)
@@ -290,7 +290,7 @@ def test_large_plane_and_name_with_special_characters_are_shown(fake: LiveServer
     )
     choose_file(page, as_tiff(np.zeros((1, 4200, 4200), np.uint16), compression="zlib"), "Zellkörper 50%25.tif")
     expect(page.locator("#title")).to_have_text("Zellkörper 50%25.tif")
-    expect(page.locator(".run-box")).to_contain_text("about 75 seconds, ")
+    expect(page.locator(".run-box")).to_contain_text("about 75 seconds")
     expect(page.locator(".caption").first).to_contain_text("z 1 / 1")
     expect(page.get_by_text("Request fewer planes")).to_have_count(0)
 

@@ -90,7 +90,7 @@ def test_model_is_trained_used_and_deleted(live: LiveServer, open_page: OpenPage
     new_model = training.locator(".scores > div").last
     expect(new_model.locator("dd")).to_have_text(re.compile(r"^\d+ of \d+ objects? correct, \d+ false$"))
     expect(new_model).to_have_attribute("title", re.compile(f"^F1 {report['after']:.2f} at IoU 0.5"))
-    curve = training.get_by_role("img", name="Loss after")
+    curve = training.get_by_role("img", name="Error (loss) after")
     assert f"training {report['loss'][-1][1]:.3g}"[:12] in (curve.get_attribute("aria-label") or "")
     for _ in range(2):
         line_color, legend_color = page.evaluate(READ_LINE_COLORS)

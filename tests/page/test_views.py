@@ -82,7 +82,7 @@ def test_two_results_are_compared_side_by_side(nuclei: LiveServer, open_page: Op
     page = open_page(nuclei)
     page.goto(f"/#compare={','.join(job['id'] for job in jobs)}")
     sides = page.locator(".side-by-side")
-    agreement = f"{counts[1]} objects in both (overlap above 50%), {counts[0] - counts[1]} only on the left, 0 only on"
+    agreement = f"{counts[1]} objects in both (overlap above 50%), {counts[0] - counts[1]} only in the first, 0 only in"
     expect(page.locator("#compare footer")).to_contain_text(agreement)
     for side, count in zip(sides.all(), counts, strict=True):
         expect(side).to_contain_text(f"{count} objects")
@@ -215,7 +215,7 @@ def compare_a_series(live: LiveServer, page: Page, shape: tuple[int, ...]) -> No
     expect(page.locator(".side-by-side").first).to_contain_text(" at 3 time points")
     expect(page.locator(".side-by-side").last).to_contain_text("This result does not include time point 2.")
     footer.get_by_label("Displayed time point").fill("3")
-    expect(footer).to_contain_text(" 0 only on the left, 0 only on the right")
+    expect(footer).to_contain_text(" 0 only in the first, 0 only in the second")
     expect(page.locator(".side-by-side").last).to_contain_text("Click an object")
     expect(page.locator(".caption").first).to_contain_text(f"/ {shape[0]}")
     check_accessibility(page)

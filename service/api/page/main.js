@@ -106,6 +106,7 @@ function showStartView() {
     openFiles,
     openSample,
     openJob: (id) => (location.hash = `job=${id}`),
+    samplePicture: service.models.find(({ name }) => name === service.defaultModel)?.picture ?? null,
     openServerFolder: inputs.length && outputs.length ? () => (location.hash = "folder=new") : null,
   });
   fillSlot(slots.batches, [createBatchList(showStartView)]);

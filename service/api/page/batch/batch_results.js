@@ -5,7 +5,7 @@ import { formatCount, formatNumber } from "../core/format.js";
 import { Problem, request } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
 import { createFilterQuery, loadLimits, loadShownCounts } from "../result/stored_limits.js";
-import { countObjects, isSingleTimePoint, loadCorrectedResult, loadCorrectionCounts } from "./corrections.js";
+import { countObjects, loadCorrectedResult, loadCorrectionCounts } from "./corrections.js";
 import { getPhase, getStem } from "./entries.js";
 import { ZipWriter } from "./zip_writer.js";
 
@@ -72,9 +72,7 @@ async function collectResults(batch, showProgress) {
     showProgress(`Collecting the tables: ${index + 1} of ${entries.length}`);
     const corrections = correctionCounts.get(entry.job)?.corrections ?? 0;
     const corrected =
-      corrections > 0 && isSingleTimePoint(entry)
-        ? await loadCorrectedResult(entry, (mediaType) => fetchResult(entry, mediaType, ""))
-        : null;
+      corrections > 0 ? await loadCorrectedResult(entry, (mediaType) => fetchResult(entry, mediaType, "")) : null;
     // The limits refer to the table of objects.
     const hasTable = entry.report?.parameters.measurements === "zip";
     const query = hasTable ? createFilterQuery(loadLimits(entry.job)) : "";

@@ -257,7 +257,7 @@ export class BatchView {
     const isFinished = runnable.length === 0 && batch.stacks.some((entry) => getPhase(entry) === "done");
     settings.estimateText.textContent =
       isFinished && !batch.stacks.some(isPending)
-        ? "All stacks are segmented with these settings."
+        ? "No stack is left to segment with these settings."
         : runnable.length && total
           ? `about ${formatDuration(total)}`
           : "";

@@ -4,13 +4,17 @@ import { Problem } from "../core/requests.js";
 import { loadLimits, loadShownCounts } from "../result/stored_limits.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { loadCorrectedLabels, measureCorrectedObjects, removeHiddenObjects } from "../volumes/corrected_labels.js";
+import { joinTimePoints, joinVolumes, loadCorrectedSeries } from "../volumes/corrected_series.js";
 import { countAllCorrections } from "../volumes/correction_store.js";
 import { encodeTiff } from "../volumes/label_files.js";
 import { encodeCsv } from "../volumes/label_measure.js";
 import { createHiddenFlags, filterRows, findChannel, parseTable } from "../volumes/object_table.js";
 import { fetchVolume, makePlaneParameters } from "../volumes/planes.js";
+import { getFirstTime } from "../volumes/time_points.js";
 
 /** @typedef {import("./entries.js").Entry} Entry */
+/** @typedef {import("../volumes/object_table.js").Table} Table */
+/** @typedef {import("../volumes/planes.js").Triple} Triple */
 /** @typedef {Map<string, {corrections: number, objects: number | null}>} CorrectionCounts by job: number of corrections, and of objects after the corrections if it is known */
 /** @typedef {{labels: Blob, table: Blob}} CorrectedResult OME-TIFF and CSV with the displayed objects */
 
@@ -41,36 +45,66 @@ export function countObjects({ job, report }, correctionCounts) {
   return { shown, total, isOutdated: corrected?.objects === null };
 }
 
-/** @param {Entry} entry @returns {boolean} whether the corrections of a result can be exported with the batch; each time point of a time series is corrected separately */
-export function isSingleTimePoint({ report }) {
-  return !report?.time_points;
-}
-
 /**
  * Return the displayed objects of a corrected result.
  * @param {Entry} entry @param {(mediaType: string) => Promise<Blob | null>} fetchResult fetches all objects of the result before the corrections, or null if the service no longer stores the result
- * @returns {Promise<CorrectedResult | null>} null if this browser stores no labels for the corrections
+ * @returns {Promise<CorrectedResult | null>} null if this browser does not store the labels of a correction, or if a time series is too large
  */
 export async function loadCorrectedResult(entry, fetchResult) {
-  const labels = await loadCorrectedLabels(entry.job);
-  if (labels === null) return null;
   const csv = await (await fetchResult("text/csv"))?.text();
-  const channel = findChannel(entry.inspection?.file.channels ?? [], entry.report?.parameters.channel);
-  const image = await fetchImage(entry, labels.editor.labels.fullShape);
-  const table = measureCorrectedObjects(labels, image, csv ? parseTable(csv) : null, channel);
-  const rows = filterRows(table, "label", false, loadLimits(entry.job));
-  const shownLabels = removeHiddenObjects(labels.editor.labels, createHiddenFlags(table, rows));
+  const originalTable = csv ? parseTable(csv) : null;
+  const load = entry.report?.time_points ? loadSeries : loadVolume;
+  const corrected = await load(entry, originalTable);
+  if (corrected === null) return null;
+  const { timePoints, voxelSize } = corrected;
+  const table = joinTimePoints(timePoints);
+  const rows = filterRows(table, "label", false, loadLimits(entry.job)).toSorted();
+  const shownVolumes = timePoints.map(({ labels, time }) =>
+    removeHiddenObjects(labels, createHiddenFlags(table, rows, time)),
+  );
   return {
-    labels: encodeTiff(shownLabels, labels.voxelSize),
+    labels: encodeTiff(joinVolumes(shownVolumes), voxelSize, "labels", ["labels"], timePoints.length),
     table: new Blob([encodeCsv(table, rows)], { type: "text/csv" }),
   };
 }
 
-/** Fetch the segmented image. @param {Entry} entry @param {import("../volumes/planes.js").Triple} fullShape @returns {Promise<import("../volumes/planes.js").Volume | null>} null if the service no longer stores the stack */
-async function fetchImage({ stack, report, inspection }, fullShape) {
+/** @typedef {{timePoints: import("../volumes/corrected_series.js").TimePoint[], voxelSize: import("openapi").VoxelSize | null}} CorrectedTimePoints */
+
+/** @param {Entry} entry @param {Table | null} originalTable @returns {Promise<CorrectedTimePoints | null>} the labels of a result for one time point */
+async function loadVolume(entry, originalTable) {
+  const labels = await loadCorrectedLabels(entry.job);
+  if (labels === null) return null;
+  const { time } = /** @type {Record<string, string | undefined>} */ (entry.report?.parameters ?? {});
+  const image = await fetchImage(entry, time, labels.editor.labels.fullShape);
+  const table = measureCorrectedObjects(labels, image, originalTable, findEntryChannel(entry));
+  return { timePoints: [{ time: 0, labels: labels.editor.labels, table }], voxelSize: labels.voxelSize };
+}
+
+/** @param {Entry} entry @param {Table | null} table @returns {Promise<CorrectedTimePoints | null>} the labels of a time series */
+async function loadSeries(entry, table) {
+  const { job, report, inspection } = entry;
+  if (table === null || report === null) return null;
+  const firstTime = getFirstTime(report.parameters.time);
+  const times = Array.from({ length: report.time_points?.total ?? 0 }, (_, index) => firstTime + index);
+  const shape = /** @type {Triple} */ (inspection?.file.shape.slice(1) ?? []);
+  const source = {
+    ...{ job, times, table, channel: findEntryChannel(entry) },
+    fetchImage: (/** @type {number} */ time) => fetchImage(entry, time, shape),
+  };
+  const timePoints = await loadCorrectedSeries(source, new AbortController().signal);
+  return timePoints && { timePoints, voxelSize: inspection?.file.voxel_size ?? null };
+}
+
+/** @param {Entry} entry @returns {number} index of the segmented channel, -1 if unknown */
+function findEntryChannel({ inspection, report }) {
+  return findChannel(inspection?.file.channels ?? [], report?.parameters.channel);
+}
+
+/** Fetch the segmented image. @param {Entry} entry @param {number | string | undefined} time @param {Triple} fullShape @returns {Promise<import("../volumes/planes.js").Volume | null>} null if the service no longer stores the stack */
+async function fetchImage({ stack, report, inspection }, time, fullShape) {
   if (stack === "" || inspection === null || report === null) return null;
   const { file } = inspection;
-  const { channel, time } = /** @type {Record<string, string | undefined>} */ (report.parameters);
+  const { channel } = /** @type {Record<string, string | undefined>} */ (report.parameters);
   const parameters = makePlaneParameters(file, report.parameters, time, channel);
   try {
     const source = { url: `stacks/${stack}/planes`, parameters, fullShape };

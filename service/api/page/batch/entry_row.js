@@ -9,7 +9,7 @@ import { describeSetting, toPageTerms } from "../core/terminology.js";
 import { describeSuggestion, getSuggestion } from "../result/advice.js";
 import { loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
-import { countObjects, isSingleTimePoint } from "./corrections.js";
+import { countObjects } from "./corrections.js";
 import { getPhase } from "./entries.js";
 
 /** @typedef {import("./batch.js").Batch} Batch */
@@ -57,7 +57,6 @@ const RETRYABLE_PHASES = ["problem", "failed", "cancelled", "expired", "gone"];
 const WARNING_PHASES = ["problem", "failed", "gone", "expired", "missing", "question"];
 
 const CORRECTED_TITLE = "Saved in this browser. The table and the archive contain the corrected objects.";
-const NOT_EXPORTED_TITLE = "Saved in this browser. Open the result to export the corrected time points.";
 /** Progress while the service does not respond. */
 const DISCONNECTED_PROGRESS = { text: "", fraction: null };
 
@@ -189,11 +188,7 @@ export class EntryRow {
     return [
       element("strong", {}, isOutdated ? `${countText} before` : countText),
       corrections !== undefined &&
-        element(
-          "span",
-          { class: "badge", title: isSingleTimePoint(this.entry) ? CORRECTED_TITLE : NOT_EXPORTED_TITLE },
-          formatCount(corrections, "correction"),
-        ),
+        element("span", { class: "badge", title: CORRECTED_TITLE }, formatCount(corrections, "correction")),
       element(
         "p",
         { class: report.doubt ? "warning-text small" : "muted small" },
@@ -239,8 +234,15 @@ export class EntryRow {
         create("Settings", () => actions.edit(entry), phase === "question" ? "primary" : "secondary"),
       CANCELLABLE_PHASES.includes(phase) && create("Cancel", () => batch.cancel(entry)),
       canRetry && create("Try again", () => batch.retry(entry)),
-      REMOVABLE_PHASES.includes(phase) && create("Remove", () => batch.remove(entry), "link"),
+      REMOVABLE_PHASES.includes(phase) && this.#createRemoveButton(),
     ];
+  }
+
+  #createRemoveButton() {
+    const node = button("×", () => this.batch.remove(this.entry), "quiet icon");
+    node.ariaLabel = `Remove: ${this.entry.path}`;
+    node.title = "Remove from the list";
+    return node;
   }
 
   /** @param {Phase} phase */

@@ -153,3 +153,12 @@ export async function uploadStack(file, name, onprogress, signal) {
   if (!response.ok) throw await readProblem(response);
   return response.json();
 }
+
+/** Show a picture in an image element. It is fetched by script, because an image element cannot send the API key. @param {string} path @param {HTMLImageElement} image @param {AbortSignal} [signal] */
+export async function showPicture(path, image, signal) {
+  const picture = await (await request(path.replace(/^\//, ""), { signal })).blob();
+  const url = URL.createObjectURL(picture);
+  image.onload = image.onerror = () => URL.revokeObjectURL(url);
+  image.src = url;
+  image.hidden = false;
+}

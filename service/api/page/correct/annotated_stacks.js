@@ -54,7 +54,8 @@ export class AnnotatedStacks {
     if (report === null) return false;
     await correctionStore.addAnnotationId(source.id, report.id);
     this.savedRegion = region.state;
-    const advice = this.capabilities.training && source.isEmpty ? " Press “Train a model” to train on it." : "";
+    const buttonText = source.isEmpty ? "Train a model" : "Improve the model";
+    const advice = this.capabilities.training ? ` Press “${buttonText}” to train on it.` : "";
     this.panel.showHint(`Saved as ${report.name}.${advice}`);
     this.updatePanel();
     return true;

@@ -13,7 +13,7 @@ import { TrialView } from "./trial_view.js";
 /** @typedef {import("./trial.js").Part} Part */
 
 const CONFIDENCE_NOTE =
-  "The confidence of a calibrated model is the expected F1 score. That of other models is often too high, so compare the outlines, too.";
+  "The confidence of a calibrated model is the expected match with the true objects. That of other models is often too high, so compare the outlines, too.";
 
 /** Open the gallery. @param {Model[]} models @param {Session | null} session of the open stack, null if no stack is open */
 export function openGallery(models, session) {

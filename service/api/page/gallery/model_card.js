@@ -2,7 +2,7 @@
 
 import { element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
-import { request } from "../core/requests.js";
+import { showPicture } from "../core/requests.js";
 
 /** @typedef {import("openapi").ModelInfo} Model */
 
@@ -26,11 +26,7 @@ export function createPicture(model, signal) {
 /** @param {string} path @param {HTMLImageElement} image @param {HTMLElement} placeholder @param {AbortSignal} signal */
 async function loadPicture(path, image, placeholder, signal) {
   try {
-    // Fetch the picture by script, because an image element cannot send the API key.
-    const response = await request(path.slice(1), { signal });
-    image.src = URL.createObjectURL(await response.blob());
-    signal.addEventListener("abort", () => URL.revokeObjectURL(image.src));
-    image.hidden = false;
+    await showPicture(path, image, signal);
     placeholder.hidden = true;
   } catch (error) {
     placeholder.textContent = /** @type {Error} */ (error).message;

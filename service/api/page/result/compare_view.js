@@ -360,6 +360,6 @@ class Comparison {
       viewer.scene.set({ colorIndices: colorIndices[index] });
     });
     const [leftCount, rightCount] = objectCounts.map((count) => count - commonCount);
-    this.text.textContent = `${formatCount(commonCount, "object")} in both (overlap above 50%), ${leftCount} only on the left, ${rightCount} only on the right. Corresponding objects have the same color. Objects without a counterpart are gray.`;
+    this.text.textContent = `${formatCount(commonCount, "object")} in both (overlap above 50%), ${leftCount} only in the first, ${rightCount} only in the second. Corresponding objects have the same color. Objects without a counterpart are gray.`;
   }
 }

@@ -23,7 +23,7 @@ import { createFilterQuery, loadLimits, saveLimits } from "./stored_limits.js";
 /** @typedef {{getTimePoint: () => number, goToTimePoint: (time: number) => Promise<void>, events: EventTarget}} TimeNavigation reads and changes the displayed time point; `events` dispatches `leaving` before and `time` after each change */
 
 const CONFIDENCE_EXPLANATION =
-  "Estimated from the model's scores and the sizes of the objects. If the table has a column “Conf.”, this is the expected F1 score, the mean of that column. Otherwise it is the probability that the result as a whole is good.";
+  "The expected match with the true objects (F1 score): 100% if all objects are right and none is missing. If the table has a column “Conf.”, this is its mean: of ten objects with 90%, nine are right. Otherwise it is the probability that the result as a whole is good.";
 /** Parameters that make a model keep all objects that it finds, by the decoding of the model. @type {Record<string, Record<string, string>>} */
 const KEEP_ALL_PARAMETERS = {
   boundaries: { minimum_size: "1", border: "keep" },

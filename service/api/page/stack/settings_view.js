@@ -12,6 +12,12 @@ import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {{name: string, title: string, placeholder?: string, choices?: [string, string][]}} AdvancedOption */
 
+const DIAMETER_HINT =
+  "Drag the circle in the XY view to the size of an object. Or hold Shift and draw a line across an object.";
+
+/** Memory below this size concerns no user. */
+const MIN_NOTABLE_BYTES = 2 ** 30;
+
 /** Rarely needed parameters. Parameters that the service does not support are hidden. @type {AdvancedOption[]} */
 const ADVANCED_OPTIONS = [
   { name: "threshold", title: SETTING_TITLES.threshold, placeholder: "model default, or 0 to 1" },
@@ -138,6 +144,7 @@ export class SettingsView extends EventTarget {
       oninput: () => Number(this.diameterInput?.value) > 0 && this.#applyDiameter(),
     });
     this.diameterUnit = element("span", { class: "muted", hidden: true }, "voxels");
+    this.diameterHint = element("span", { class: "muted small", hidden: true }, DIAMETER_HINT);
     return element(
       "div",
       {},
@@ -146,6 +153,7 @@ export class SettingsView extends EventTarget {
       field(
         "Object diameter",
         element("div", { class: "row tight" }, this.diameterSelect, this.diameterInput, this.diameterUnit),
+        this.diameterHint,
       ),
       element(
         "details",
@@ -177,7 +185,7 @@ export class SettingsView extends EventTarget {
   /** @param {boolean} isCustom whether the user types the diameter */
   #showDiameterInput(isCustom) {
     if (this.diameterInput) this.diameterInput.hidden = !isCustom;
-    if (this.diameterUnit) this.diameterUnit.hidden = !isCustom;
+    for (const node of [this.diameterUnit, this.diameterHint]) if (node) node.hidden = !isCustom;
   }
 
   /** The custom diameter in voxels, or null if the user has not set one. */
@@ -291,6 +299,7 @@ function createChip(name, value, hint = "", isUncertain = false) {
 
 /** @param {NonNullable<Inspection["estimate"]>} estimate @param {number | null} seconds estimated time until the labels are ready, null if unknown */
 function describeEstimate(estimate, seconds) {
-  const durationText = seconds === null ? "" : `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}, `;
-  return `${durationText}${formatBytes(estimate.host_bytes + estimate.device_bytes)} of memory`;
+  const bytes = estimate.host_bytes + estimate.device_bytes;
+  const durationText = seconds !== null && `${seconds < 1 ? "" : "about "}${formatDuration(seconds)}`;
+  return [durationText, bytes >= MIN_NOTABLE_BYTES && `${formatBytes(bytes)} of memory`].filter(Boolean).join(", ");
 }

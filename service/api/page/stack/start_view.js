@@ -3,6 +3,7 @@
 import { acceptDrops, selectChosenFiles } from "../batch/collect_files.js";
 import { button, element } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
+import { showPicture } from "../core/requests.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import {
   describeObjectCount,
@@ -16,7 +17,7 @@ import {
 /**
  * Draw the start screen.
  * @param {HTMLElement} root
- * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, redraw: () => void, openServerFolder: (() => void) | null}} actions redraw: draws the start screen and its lists again; openServerFolder: null if there are no folders on the server that the user may use
+ * @param {{openFiles: (selection: import("../batch/collect_files.js").Selection) => void, openSample: () => void, openJob: (id: string) => void, redraw: () => void, openServerFolder: (() => void) | null, samplePicture: string | null}} actions redraw: draws the start screen and its lists again; openServerFolder: null if there are no folders on the server that the user may use; samplePicture: path of a picture of the sample with outlines, null if there is none
  * @returns {Record<"batches" | "drafts" | "training" | "projects", HTMLElement>} places for lists, in a fixed order
  */
 export function drawStartView(root, actions) {
@@ -42,21 +43,25 @@ export function drawStartView(root, actions) {
     { class: "drop", "aria-label": "Choose a stack" },
     element(
       "div",
-      { class: "drop-icon", "aria-hidden": "true" },
-      element("img", { src: "page/core/icon.svg", alt: "" }),
-    ),
-    element("h2", {}, "Drop stacks or a folder here"),
-    element(
-      "p",
-      { class: "muted" },
-      "TIFF, OME-Zarr, CZI, ND2, LIF, OIB, IMS or LSM. You can check every stack before you start the segmentation.",
+      { class: "drop-text" },
+      element("h2", {}, "Drop stacks or a folder here"),
+      element(
+        "p",
+        { class: "muted" },
+        "TIFF, OME-Zarr, CZI, ND2, LIF, OIB, IMS or LSM. You can check every stack before you start the segmentation.",
+      ),
+      element(
+        "div",
+        { class: "row" },
+        button("Choose files", () => fileInput.click(), "primary"),
+        button("Choose a folder", () => folderInput.click(), "secondary"),
+        actions.openServerFolder && button("Folder on the server", actions.openServerFolder, "secondary"),
+      ),
     ),
     element(
       "div",
-      { class: "row" },
-      button("Choose files", () => fileInput.click(), "primary"),
-      button("Choose a folder", () => folderInput.click(), "secondary"),
-      actions.openServerFolder && button("Folder on the server", actions.openServerFolder, "secondary"),
+      { class: "drop-sample" },
+      actions.samplePicture && createSamplePicture(actions.samplePicture),
       button("Try the sample", actions.openSample, "secondary"),
     ),
     fileInput,
@@ -77,11 +82,19 @@ export function drawStartView(root, actions) {
   return slots;
 }
 
+/** Create a picture that is shown as soon as it is loaded. @param {string} path */
+function createSamplePicture(path) {
+  const image = element("img", { alt: "Outlines of the objects in the sample", width: 168, height: 168, hidden: true });
+  showPicture(path, image).catch(() => undefined);
+  return image;
+}
+
 /** Create the list of steps that is shown if there are no recent jobs. */
 function createSteps() {
   const descriptions = [
     ["Check", "Compare the axes, voxel size and channels from the file with the slices and the maximum projection."],
     ["Segment", "Every object gets a number. The job runs on the server, so you can leave the page and come back."],
+    ["Correct", "Merge, split or draw objects, or annotate a stack from nothing. Train a model with your annotation."],
     [
       "Export",
       "Save labels as OME-TIFF, NIfTI or NumPy, and a table of volumes and intensities. Repeat the request with a script.",

@@ -58,8 +58,8 @@ class TrainingView {
     this.stateText = element("p", { class: "big", role: "status" }, "Loading the progress");
     this.progressBar = element("progress", { max: 1, "aria-label": "Progress of the training" });
     this.detailText = element("p", { class: "muted" });
-    this.curves = new LineChart("Loss", ["training", "validation"]);
-    this.scoreCurve = new LineChart("Correctly segmented objects (F1)", ["held-out objects"]);
+    this.curves = new LineChart("Error (loss)", ["training", "validation"]);
+    this.scoreCurve = new LineChart("Match with the annotated objects", ["held-out parts"]);
     this.result = element("div", { class: "training-result" });
     this.stopButton = button(
       "Stop the training",
@@ -78,8 +78,8 @@ class TrainingView {
         this.progressBar,
         this.detailText,
         this.result,
-        this.curves.root,
         this.scoreCurve.root,
+        this.curves.root,
         this.stopButton,
         this.note,
       ),

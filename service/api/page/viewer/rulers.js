@@ -36,7 +36,7 @@ export class ScaleBar {
   }
 }
 
-/** Circle that shows the object diameter. The user can drag it to change the diameter. */
+/** Circle that shows the object diameter. To change the diameter, the user drags the circle, or draws a line across an object with Shift held down. */
 export class DiameterCircle {
   /** @param {Scene} scene @param {HTMLElement} stage element in which the circle is centered @param {(diameter: number) => void} onchange called with the dragged diameter in voxels at full resolution */
   constructor(scene, stage, onchange) {
@@ -53,14 +53,64 @@ export class DiameterCircle {
       event.stopPropagation();
       const { left, top, width, height } = stage.getBoundingClientRect();
       const distance = Math.hypot(event.clientX - left - width / 2, event.clientY - top - height / 2);
-      const voxels = (2 * distance) / this.#getPixelsPerVoxel();
-      const diameter = Math.max(2, Math.round(voxels * 2) / 2);
+      setLength(2 * distance);
+    });
+    const setLength = (/** @type {number} */ pixels) => {
+      const diameter = Math.max(2, Math.round((2 * pixels) / this.#getPixelsPerVoxel()) / 2);
       this.show(diameter);
       onchange(diameter);
-    });
+    };
+    this.#drawLines(stage, setLength);
     scene.subscribe((previousState) => {
       if (hasChanged(previousState, scene.state, ["image", "scale", "voxelSize"])) this.#resize();
     });
+  }
+
+  /** Let the user draw lines while the circle is shown. @param {HTMLElement} stage @param {(pixels: number) => void} onlength called with the length of the line */
+  #drawLines(stage, onlength) {
+    const line = element("div", { class: "diameter-line", hidden: true });
+    stage.append(line);
+    const start = { pointer: -1, x: 0, y: 0 };
+    const listener = { capture: true };
+    stage.addEventListener(
+      "pointerdown",
+      (event) => {
+        if (!event.shiftKey || event.button !== 0 || this.root.hidden) return;
+        // Otherwise the views would move.
+        event.stopImmediatePropagation();
+        stage.setPointerCapture(event.pointerId);
+        const { left, top } = stage.getBoundingClientRect();
+        Object.assign(start, { pointer: event.pointerId, x: event.clientX - left, y: event.clientY - top });
+        Object.assign(line.style, { left: `${start.x}px`, top: `${start.y}px`, width: "0" });
+        line.hidden = false;
+      },
+      listener,
+    );
+    stage.addEventListener(
+      "pointermove",
+      (event) => {
+        if (event.pointerId !== start.pointer) return;
+        event.stopImmediatePropagation();
+        const { left, top } = stage.getBoundingClientRect();
+        const [dx, dy] = [event.clientX - left - start.x, event.clientY - top - start.y];
+        const pixels = Math.hypot(dx, dy);
+        line.style.width = `${pixels}px`;
+        line.style.transform = `rotate(${Math.atan2(dy, dx)}rad)`;
+        onlength(pixels);
+      },
+      listener,
+    );
+    for (const type of /** @type {const} */ (["pointerup", "pointercancel"]))
+      stage.addEventListener(
+        type,
+        (event) => {
+          if (event.pointerId !== start.pointer) return;
+          event.stopImmediatePropagation();
+          start.pointer = -1;
+          line.hidden = true;
+        },
+        listener,
+      );
   }
 
   /** Show or hide the circle. @param {number | null} diameter in voxels at full resolution, null to hide the circle */

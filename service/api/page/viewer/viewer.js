@@ -16,6 +16,8 @@ import { SliceView } from "./slice_view.js";
 /** @typedef {import("./scene.js").Axis} Axis */
 /** @typedef {import("./scene.js").SceneState} SceneState */
 
+/** Width at which the buttons of the corner view fit in one row. */
+const MIN_CORNER_PIXELS = 176;
 const MAX_ZOOM = 60;
 const BUTTON_ZOOM_FACTOR = 1.4;
 
@@ -249,7 +251,7 @@ export class Viewer extends EventTarget {
     const [z, y, x] = image.shape.map((length, axis) => length * voxelSize[axis]);
     const getFraction = (/** @type {number} */ length) => Math.max(0.26, Math.min(0.6, z / (z + length)));
     const { style } = this.grid;
-    style.gridTemplateColumns = `minmax(0, ${1 - getFraction(x)}fr) minmax(0, ${getFraction(x)}fr)`;
+    style.gridTemplateColumns = `minmax(0, ${100 * (1 - getFraction(x))}fr) minmax(${MIN_CORNER_PIXELS}px, ${100 * getFraction(x)}fr)`;
     style.gridTemplateRows = `minmax(0, ${1 - getFraction(y)}fr) minmax(0, ${getFraction(y)}fr)`;
     if (this.corner.isEnlarged) style.gridTemplateColumns = style.gridTemplateRows = "minmax(0, 1fr)";
     for (const view of this.views) view.resize();

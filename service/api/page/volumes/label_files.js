@@ -77,17 +77,17 @@ const SAMPLE_FORMATS = { uint: 1, int: 2, float: 3 };
 
 /**
  * Encode labels or an image as an uncompressed OME-TIFF with one page per plane.
- * @param {Pick<Volume, "data" | "shape">} volume one after another, the channels of the shape `[Z, Y, X]` @param {VoxelSize | null} voxelSize
- * @param {string} [name] of the image @param {string[]} [channelNames]
+ * @param {Pick<Volume, "data" | "shape">} volume one after another, the time points or channels of the shape `[Z, Y, X]` @param {VoxelSize | null} voxelSize
+ * @param {string} [name] of the image @param {string[]} [channelNames] @param {number} [timePointCount]
  * @returns {Blob}
  */
-export function encodeTiff({ data, shape }, voxelSize, name = "labels", channelNames = [name]) {
-  const [planesPerChannel, height, width] = shape;
-  const depth = planesPerChannel * channelNames.length;
+export function encodeTiff({ data, shape }, voxelSize, name = "labels", channelNames = [name], timePointCount = 1) {
+  const [planesPerVolume, height, width] = shape;
+  const depth = planesPerVolume * channelNames.length * timePointCount;
   const bytesPerVoxel = data.BYTES_PER_ELEMENT;
   const planeBytes = height * width * bytesPerVoxel;
   const description = new TextEncoder().encode(
-    `${createOmeXml(shape, getPixelType(data), voxelSize, name, channelNames)}\0`,
+    `${createOmeXml({ data, shape }, voxelSize, name, channelNames, timePointCount)}\0`,
   );
   const entryCount = 11;
   const directoryBytes = 2 + 12 * entryCount + 4;
@@ -143,8 +143,9 @@ function escapeXml(text) {
   return text.replace(/[^ -~\u00a0-\ud7ff]/g, "").replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
 }
 
-/** @param {import("./planes.js").Triple} shape @param {string} pixelType @param {VoxelSize | null} voxelSize @param {string} name @param {string[]} channelNames */
-function createOmeXml([depth, height, width], pixelType, voxelSize, name, channelNames) {
+/** @param {Pick<Volume, "data" | "shape">} volume @param {VoxelSize | null} voxelSize @param {string} name @param {string[]} channelNames @param {number} timePointCount */
+function createOmeXml({ data, shape }, voxelSize, name, channelNames, timePointCount) {
+  const [depth, height, width] = shape;
   const channels = channelNames.map(
     (channel, index) => `<Channel ID="Channel:0:${index}" Name="${escapeXml(channel)}" SamplesPerPixel="1"/>`,
   );
@@ -154,7 +155,7 @@ function createOmeXml([depth, height, width], pixelType, voxelSize, name, channe
         return ` PhysicalSize${axis}="${length}" PhysicalSize${axis}Unit="µm"`;
       })
     : [];
-  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="${escapeXml(name)}"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="${pixelType}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="${channelNames.length}" SizeT="1"${sizeAttributes.join("")}>${channels.join("")}<TiffData/></Pixels></Image></OME>`;
+  return `<?xml version="1.0" encoding="UTF-8"?><OME xmlns="${OME_NAMESPACE}" Creator="StackSeg"><Image ID="Image:0" Name="${escapeXml(name)}"><Pixels ID="Pixels:0" DimensionOrder="XYZCT" Type="${getPixelType(data)}" BigEndian="false" SizeX="${width}" SizeY="${height}" SizeZ="${depth}" SizeC="${channelNames.length}" SizeT="${timePointCount}"${sizeAttributes.join("")}>${channels.join("")}<TiffData/></Pixels></Image></OME>`;
 }
 
 /** @param {Volume["data"]} data @returns {Uint8Array<ArrayBuffer>} */

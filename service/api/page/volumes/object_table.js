@@ -35,6 +35,35 @@ export function getColumn(table, name) {
   return table.columns.get(name) ?? new Float64Array(table.length);
 }
 
+/** Select rows of a table. @param {Table} table @param {(row: number) => boolean} isSelected @returns {Table} */
+export function selectRows({ columns, length, unit }, isSelected) {
+  const rows = Array.from({ length }, (_, row) => row).filter(isSelected);
+  const selected = [...columns].map(([name, values]) => [name, Float64Array.from(rows, (row) => values[row])]);
+  return { columns: new Map(/** @type {[string, Float64Array][]} */ (selected)), length: rows.length, unit };
+}
+
+/** Add columns to a table, or replace them. @param {Table} table @param {Record<string, Float64Array>} columns @returns {Table} */
+export function addColumns(table, columns) {
+  return { ...table, columns: new Map([...table.columns, ...Object.entries(columns)]) };
+}
+
+/** Join the rows of tables. Cells of columns that a table lacks are NaN. @param {Table[]} tables in the same unit, at least one @returns {Table} with the columns of the first table first */
+export function joinRows(tables) {
+  const length = tables.reduce((sum, table) => sum + table.length, 0);
+  /** @type {Table["columns"]} */
+  const columns = new Map();
+  let start = 0;
+  for (const table of tables) {
+    for (const [name, values] of table.columns) {
+      const joined = columns.get(name) ?? new Float64Array(length).fill(Number.NaN);
+      joined.set(values, start);
+      columns.set(name, joined);
+    }
+    start += table.length;
+  }
+  return { columns, length, unit: tables[0].unit };
+}
+
 /** @param {Table} table @returns {boolean} whether the confidences are probabilities that the objects are right, and not mean probabilities of voxels */
 export function hasCalibratedConfidence(table) {
   const means = getColumn(table, "mean_probability");
