@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.core.types import Objects
-from service.inference.decoding.pieces import Persistence, Pieces
+from service.inference.decoding.pieces import Pieces, WatershedParameters
 from service.inference.decoding.streaming import ObjectFilter, StreamingWatershed, TorchWatershed, label_objects
 from service.inference.decoding.watershed import encode_foreground, find_basins
-from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters
+from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedOptions
 
 Array = NDArray[Any]
 Size = tuple[int, int, int]
@@ -33,11 +33,11 @@ def split_heights(heights: Array, cuts: tuple[int, ...], *, along_y: bool) -> It
         yield landscape.narrow(int(along_y), low, high - low)
 
 
-def compute_basins(heights: Array, persistence: Persistence) -> tuple[Array, Pieces]:
+def compute_basins(heights: Array, parameters: WatershedParameters) -> tuple[Array, Pieces]:
     """Return the basin of each voxel of heights [Z, Y, X], and the basins, as `find_basins`. The background is -inf."""
     landscape = torch.from_numpy(heights.astype(np.float32))
     mask, codes = landscape > -torch.inf, encode_foreground(landscape)
-    basins, pieces = find_basins(landscape, mask, codes, persistence.compute_floors)
+    basins, pieces = find_basins(landscape, mask, codes, parameters.compute_floors)
     return basins.numpy(), pieces
 
 
@@ -68,17 +68,15 @@ def decode_objects(
     block_planes  number of planes that the C++ kernel processes together
     threads       number of threads of the C++ kernel
     """
-    persistence = Persistence(persistence, logits)
-    size, threshold = get_size(heights), -np.inf
+    parameters, size = WatershedParameters(-np.inf, persistence, logits), get_size(heights)
     watershed: StreamingWatershed
     if kernel is None:
-        watershed = TorchWatershed(size, CPU, threshold, persistence, along_y=along_y)
+        watershed = TorchWatershed(size, CPU, parameters, along_y=along_y)
     else:
-        parameters = WatershedParameters(threshold, persistence.depth, logits)
-        watershed = kernel.start(size, parameters, along_y=along_y, block_planes=block_planes, threads=threads)
+        watershed = kernel.start(size, parameters, WatershedOptions(along_y, block_planes, threads))
     for part in split_heights(heights, cuts, along_y=along_y):
         watershed.add(part, part)
-    return label_objects(watershed, persistence, choose_by_size(minimum_size, drop_border=drop_border))
+    return label_objects(watershed, parameters, choose_by_size(minimum_size, drop_border=drop_border))
 
 
 def decode(heights: Array, persistence: float = 0.0, minimum_size: int = 0, **options: Any) -> tuple[Array, int]:

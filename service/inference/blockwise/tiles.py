@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from service.inference.blockwise.layout import Box, get_first_voxel, get_lengths
 from service.inference.blockwise.window_scores import GroupScores, list_window_positions
 from service.inference.decoding.decoders import make_decoder
 from service.inference.decoding.filters.smoothing import Smoother
-from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.pieces import WatershedParameters
 from service.inference.decoding.postprocessing import apply_postprocessing, require_instances
-from service.inference.decoding.streaming import logit, select_foreground_logits
-from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
+from service.inference.decoding.streaming import select_foreground_logits
+from service.inference.decoding.watershed_kernel import WatershedOptions, watershed_kernel
 from service.inference.preprocessing.resample import find_nearest_voxels
 from service.inference.windows.blending import Blending, BlendingSetup, make_blender
 
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Number of planes of a tile that are compressed together. The tile is compressed in slabs, because parts of it are read
 # when the result is written.
 SLAB_PLANES = 16
+
+_FOLDERS = {"tile": "tiles", "holes": "holes"}
 
 
 def make_decoding_spec(run: OpenRun) -> ModelSpec:
@@ -52,7 +54,7 @@ def decode_tile(
     arrays are also written to an archive:
 
     position, key, ...  as in `Pieces`; the third sum is the number of voxels in the stack, or 0 if it was not resampled
-    face-A-S            pieces, from 1, of the voxels in the first (S = 0) or last (S = 1) layer along axis A
+    face-A-S            pieces, from 1, as returned by `take_faces`
     """
     layout = run.plan.layout
     scores = GroupScores(run, layout.find_required_groups(task.number))
@@ -69,32 +71,32 @@ def decode_tile(
         else:
             pixels, arrays = _find_pieces(run, task, spec, scores_with_margin)
     with stages.measure("write"):
-        record = _write_pixels(run, task.number, pixels)
+        record = write_pixels(run, f"tiles/{task.number}.raw", pixels)
         if arrays:
             run.folder.write_arrays(f"tiles/{task.number}.npz", arrays)
             record["pieces"] = len(arrays["key"])
     return {"empty": False, **record}
 
 
-def _write_pixels(run: OpenRun, tile: int, pixels: Array) -> dict[str, Any]:
+def write_pixels(run: OpenRun, name: str, pixels: Array) -> dict[str, Any]:
     """Write the voxels of a tile in slabs. Return their dtype and the end position of each slab in the file."""
     ends = [0]
-    with run.folder.open_for_writing(f"tiles/{tile}.raw") as file:
+    with run.folder.open_for_writing(name) as file:
         for first in range(0, len(pixels), SLAB_PLANES):
             ends.append(ends[-1] + file.write(compress_array(pixels[first : first + SLAB_PLANES])))
     return {"bytes": ends[-1], "ends": ends, "dtype": pixels.dtype.name}
 
 
-def read_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Array:
-    """Read the voxels of a box in a non-empty tile. `box` is relative to the tile."""
-    record, (depth, height, width) = (
-        run.folder.read_record("tile", tile),
-        get_lengths(run.plan.layout.get_tile(tile)),
-    )
+def read_pixels(
+    run: OpenRun, tile: int, box: tuple[slice, slice, slice], step: Literal["tile", "holes"] = "tile"
+) -> Array:
+    """Read the voxels of a box in a non-empty tile, which this step has written. `box` is relative to the tile."""
+    record, path = run.folder.read_record(step, tile), run.folder.path / _FOLDERS[step] / f"{tile}.raw"
+    depth, height, width = get_lengths(run.plan.layout.get_tile(tile))
     first, end, _ = box[0].indices(depth)
     slab_numbers = range(first // SLAB_PLANES, -(-end // SLAB_PLANES))
     slabs = list[Array]()
-    with (run.folder.path / f"tiles/{tile}.raw").open("rb") as file:
+    with path.open("rb") as file:
         file.seek(record["ends"][slab_numbers.start])
         for index in slab_numbers:
             num_planes = min(SLAB_PLANES, depth - index * SLAB_PLANES)
@@ -166,34 +168,40 @@ def _find_pieces(run: OpenRun, task: BlockTask, spec: ModelSpec, scores: Tensor)
         heights = torch.cat([part for part, _ in (*smoother.add(heights.float(), foreground), *smoother.finish())])
     z, y, x = ((max(first - 1, 0), min(end + 1, n)) for (first, end), n in zip(tile, layout.size, strict=True))
     margin_slices = to_slices((z, y, x), get_first_voxel(margin_box))
-    persistence = Persistence.of_model(spec, decoding)
-    parameters = WatershedParameters(logit(decoding.threshold), persistence.depth, persistence.heights_are_logits)
-    numbers, pieces = watershed_kernel.find_pieces(
-        tile, layout.size, heights[margin_slices], foreground[margin_slices], parameters
-    )
+    parameters = WatershedParameters.of_model(spec, decoding)
+    # As one block: the pieces of several blocks would have to be linked.
+    options = WatershedOptions(block_planes=len(heights))
+    watershed = watershed_kernel.start(layout.size, parameters, options, tile)
+    watershed.add(heights[margin_slices], foreground[margin_slices])
+    pieces, numbers = watershed.collect_pieces(), watershed.pieces
     count = len(pieces.key)
     pixels: Array = numbers.astype(np.uint16 if count < 2**16 else np.uint32)
-    is_resampled = layout.size != run.plan.size
-    stack_voxels = (
-        _count_stack_voxels(pixels, count, tile, layout.size, run.plan.size) if is_resampled else np.zeros(count)
-    )
-    arrays: dict[str, Array] = pieces._replace(sums=np.vstack((pieces.sums, stack_voxels)).astype(np.int64))._asdict()
-    for axis, side in itertools.product(range(3), (0, 1)):
-        arrays[f"face-{axis}-{side}"] = pixels.take([-side], axis).squeeze(axis)
-    return pixels, arrays
+    sums = np.vstack((pieces.sums, count_stack_voxels(run, tile, pixels, count)[1:]))
+    return pixels, {**pieces._replace(sums=sums)._asdict(), **take_faces(pixels)}
 
 
-def _count_stack_voxels(pixels: Array, num_pieces: int, tile: Box, size: Size, stack_size: Size) -> NDArray[np.int64]:
-    """Return the number of stack voxels in each piece. A stack voxel belongs to the piece of the nearest tile voxel."""
-    z, y, x = count_nearest_voxels(tile, size, stack_size)
-    plane_weights, voxel_counts = (y[:, None] * x).ravel(), np.zeros(num_pieces + 1, np.int64)
-    for repeats, plane_pieces in zip(z.tolist(), pixels, strict=True):
+def take_faces(pixels: Array) -> dict[str, Array]:
+    """Return the first (S = 0) and the last (S = 1) layer of a tile along each axis A, named `face-A-S`."""
+    return {f"face-{axis}-{side}": pixels.take(-side, axis) for axis, side in itertools.product(range(3), (0, 1))}
+
+
+def count_stack_voxels(run: OpenRun, tile: Box, pixels: Array, max_number: int) -> NDArray[np.int64]:
+    """Return how many stack voxels each number in a tile has, from 0 to `max_number`, if the stack was resampled.
+
+    A stack voxel has the number of the nearest tile voxel. If the stack was not resampled, the result is 0.
+    """
+    voxel_counts = np.zeros(max_number + 1, np.int64)
+    if run.plan.layout.size == run.plan.size:
+        return voxel_counts
+    z, y, x = _count_nearest_voxels(tile, run.plan.layout.size, run.plan.size)
+    plane_weights = (y[:, None] * x).ravel()
+    for repeats, plane in zip(z.tolist(), pixels, strict=True):
         # These sums are small integers, so they are exact.
-        voxel_counts += repeats * np.bincount(plane_pieces.ravel(), plane_weights, num_pieces + 1).astype(np.int64)
-    return voxel_counts[1:]
+        voxel_counts += repeats * np.bincount(plane.ravel(), plane_weights, max_number + 1).astype(np.int64)
+    return voxel_counts
 
 
-def count_nearest_voxels(tile: Box, size: Size, stack_size: Size) -> list[NDArray[np.int64]]:
+def _count_nearest_voxels(tile: Box, size: Size, stack_size: Size) -> list[NDArray[np.int64]]:
     """Return for each axis and each position in a tile the number of positions in the stack to which it is nearest."""
     return [
         np.bincount(nearest, minlength=length)[slice(*span)]

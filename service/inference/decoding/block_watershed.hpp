@@ -3,7 +3,7 @@
 // Paths of steepest ascent depend only on heights and on positions in the whole volume, so they do not depend on how the
 // volume is divided. A path that leaves the block ends at the first voxel outside it. If the piece of this voxel is known, the
 // path continues there. Otherwise, the voxel gets a piece, which has to be linked to the piece that the voxel gets in its own
-// block. `VolumeWatershed` and `service/inference/blockwise/objects/` do this.
+// block. `service/inference/decoding/pieces.py` does this.
 
 #pragma once
 
@@ -32,24 +32,25 @@ struct Piece {
 // are positive, so threads can read the pieces of any voxel while other threads follow paths.
 class BlockWatershed {
 public:
-  BlockWatershed(const Index &volume, const Persistence &persistence, int threads)
-      : volume_(volume), persistence_(persistence), threads_(threads), tables_(threads), ends_{{-1, BACKGROUND_KEY}} {}
+  // area    box that contains all blocks
+  // pieces  memory for the piece of each voxel in this box
+  BlockWatershed(const Index &volume, const Box &area, const Persistence &persistence, int threads, int32_t *pieces)
+      : volume_(volume), area_(area), persistence_(persistence), threads_(threads), area_pieces_(pieces), tables_(threads),
+        ends_{{-1, BACKGROUND_KEY}} {}
 
   // Sets the number of threads, which may be smaller than the one in the constructor.
   void set_threads(int threads) { threads_ = threads; }
 
-  // Adds the pieces of the voxels in `box`, and the passes between them.
+  // Adds a block, which writes the pieces of its voxels, and the passes between them. Blocks are added in order along z or y.
   //
   // write_row  function that writes the keys and score codes of voxels: (first voxel, count, keys, codes)
-  // pieces     pieces of the whole volume [Z, Y, X], which are known in the plane before the box along z, and in the row before
-  //            it along y. The pieces of the box are written. If null, no pieces are known.
-  template <typename WriteRow> void add(const Box &box, const WriteRow &write_row, int32_t *pieces) {
+  template <typename WriteRow> void add(const Box &box, const WriteRow &write_row) {
     box_ = box;
     rows_ = box.length(1) + 2, width_ = box.length(2) + 2, plane_ = rows_ * width_, planes_ = box.length(0) + 2;
     for (Buffer<int32_t> *const buffer : {&keys_, &pieces_, &positions_})
       buffer->resize(planes_ * plane_ + 1);
     codes_.resize(planes_ * plane_);
-    run(planes_, [&](int64_t z, int) { fill_plane(z, write_row, pieces); });
+    run(planes_, [&](int64_t z, int) { fill_plane(z, write_row); });
     // More parts than threads, because their numbers of foreground voxels differ.
     const int64_t parts = threads_ == 1 ? 1 : std::min<int64_t>(planes_ - 2, 4 * threads_);
     parts_.resize(parts);
@@ -61,21 +62,7 @@ public:
     run(parts, [&](int64_t part, int) { follow_paths(part); });
     run(parts, [&](int64_t part, int worker) { find_passes(part, worker); });
     collect_passes();
-    if (pieces)
-      write_pieces(pieces + get_position(plane_ + width_ + 1), volume_[1] * volume_[2], volume_[2]);
-  }
-
-  // Writes the pieces of the box with the given steps between planes and rows; 0 is the background.
-  void write_pieces(int32_t *out, int64_t plane_step, int64_t row_step) const {
-    run(planes_ - 2, [&](int64_t z, int) {
-      for (int64_t y = 0; y < rows_ - 2; ++y) {
-        const int64_t row = (z + 1) * plane_ + (y + 1) * width_ + 1;
-        const int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
-        int32_t *const to = out + z * plane_step + y * row_step;
-        for (int64_t x = 0; x < width_ - 2; ++x)
-          to[x] = keys[x] == BACKGROUND_KEY ? 0 : pieces[x];
-      }
-    });
+    run(planes_ - 2, [&](int64_t z, int) { write_pieces(z + 1); });
   }
 
   // Pieces by number, from 1.
@@ -100,8 +87,8 @@ private:
 
   bool is_outside(int64_t z, int64_t y) const { return z == 0 || z == planes_ - 1 || y == 0 || y == rows_ - 1; }
 
-  // Writes the keys and codes of a plane. Voxels outside the volume are background.
-  template <typename WriteRow> void fill_plane(int64_t z, const WriteRow &write_row, const int32_t *known_pieces) {
+  // Writes the keys and codes of a plane, and the known pieces. Voxels outside the volume are background.
+  template <typename WriteRow> void fill_plane(int64_t z, const WriteRow &write_row) {
     const int64_t first = std::max(box_.first[2] - 1, int64_t(0)), end = std::min(box_.end[2] + 1, volume_[2]);
     const int64_t skipped = first - (box_.first[2] - 1);
     for (int64_t y = 0; y < rows_; ++y) {
@@ -117,11 +104,23 @@ private:
         continue;
       }
       write_row(voxel, end - first, keys + skipped, codes_.get() + row + skipped);
-      if (known_pieces && (z == 0 || y == 0)) {
-        const int32_t *const known = known_pieces + get_position(row + skipped);
-        for (int64_t x = 0; x < end - first; ++x)
-          pieces[skipped + x] = known[x] ? known[x] : UNKNOWN;
+      // The previous block is before this one along z or y.
+      if ((z == 0 || y == 0) && voxel[0] >= area_.first[0] && voxel[1] >= area_.first[1]) {
+        const int32_t *const known = area_pieces_ + area_.offset({voxel[0], voxel[1], box_.first[2]});
+        for (int64_t x = 0; x < width_ - 2; ++x)
+          pieces[x + 1] = known[x] ? known[x] : UNKNOWN;
       }
+    }
+  }
+
+  // Writes the pieces of one plane of the block; 0 is the background.
+  void write_pieces(int64_t z) const {
+    for (int64_t y = 1; y < rows_ - 1; ++y) {
+      const int64_t row = z * plane_ + y * width_ + 1;
+      const int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
+      int32_t *const to = area_pieces_ + area_.offset({box_.first[0] + z - 1, box_.first[1] + y - 1, box_.first[2]});
+      for (int64_t x = 0; x < width_ - 2; ++x)
+        to[x] = keys[x] == BACKGROUND_KEY ? 0 : pieces[x];
     }
   }
 
@@ -295,8 +294,10 @@ private:
   }
 
   const Index volume_;
+  const Box area_;
   const Persistence persistence_;
   int threads_;
+  int32_t *const area_pieces_;
   Box box_;
   int64_t rows_ = 0, width_ = 0, plane_ = 0, planes_ = 0;
   Buffer<int32_t> keys_, pieces_, positions_, maxima_;

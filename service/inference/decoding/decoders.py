@@ -21,7 +21,8 @@ from service.core.buffers import LARGE_ARRAY_BYTES, Allocator, release_pages
 from service.core.quantities import Size, VoxelSize
 from service.core.types import CancellationCheck, OutputKind, Segmentation, never_cancelled
 from service.inference.decoding.instances import InstanceDecoder
-from service.inference.decoding.streaming import compute_foreground_mask, logit, select_foreground_logits
+from service.inference.decoding.pieces import logit
+from service.inference.decoding.streaming import compute_foreground_mask, select_foreground_logits
 from service.inference.decoding.watershed import NEIGHBOR_BATCH_VOXELS
 from service.inference.decoding.watershed_kernel import CPU, choose_block_planes, watershed_kernel
 from service.models.spec import ModelSpec

@@ -109,6 +109,10 @@ using Index = std::array<int64_t, 3>;
 struct Box {
   Index first, end;
   int64_t length(int axis) const { return end[axis] - first[axis]; }
+  // Returns the offset of a voxel in an array of the values in this box.
+  int64_t offset(const Index &voxel) const {
+    return ((voxel[0] - first[0]) * length(1) + voxel[1] - first[1]) * length(2) + voxel[2] - first[2];
+  }
 };
 
 struct Free {
@@ -169,56 +173,39 @@ struct Persistence {
   }
 };
 
-// Values of the voxels of a box, with arbitrary strides except along x, where it is 1. `kind` is 0 for float32 and 1 for bfloat16.
-struct Values {
-  const void *data;
-  int32_t kind;
-  const int64_t *strides;
-};
-
-// Heights and foreground scores of the voxels in a box. A voxel is foreground if its score is above the threshold.
-class Scores {
-public:
-  Scores(const Values &heights, const Values &foreground, const Index &first, float threshold)
-      : heights_(heights), foreground_(foreground), first_(first), threshold_(threshold) {}
+// Heights and foreground scores of the voxels of a box, with arbitrary strides except along x, where it is 1.
+struct Scores {
+  const void *heights, *foreground;
+  const int64_t *height_strides, *foreground_strides;
+  bool is_bfloat16; // float32 otherwise
+  Index first;      // first voxel of the box
+  float threshold;  // score above which a voxel is foreground
 
   // Writes the keys and score codes of `count` voxels from `voxel` along x.
   void write_row(const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) const {
-    if (heights_.kind)
-      write_heights(static_cast<const Bfloat16 *>(heights_.data), voxel, count, keys, codes);
+    if (is_bfloat16)
+      write<Bfloat16>(voxel, count, keys, codes);
     else
-      write_heights(static_cast<const float *>(heights_.data), voxel, count, keys, codes);
+      write<float>(voxel, count, keys, codes);
   }
 
 private:
-  template <typename Height>
-  void write_heights(const Height *heights, const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) const {
-    if (foreground_.kind)
-      write(heights, static_cast<const Bfloat16 *>(foreground_.data), voxel, count, keys, codes);
-    else
-      write(heights, static_cast<const float *>(foreground_.data), voxel, count, keys, codes);
-  }
-
-  template <typename Height, typename Score>
-  void write(const Height *heights, const Score *scores, const Index &voxel, int64_t count, int32_t *__restrict keys,
-             uint8_t *__restrict codes) const {
+  template <typename Score>
+  void write(const Index &voxel, int64_t count, int32_t *__restrict keys, uint8_t *__restrict codes) const {
+    const Score *height = static_cast<const Score *>(heights), *score = static_cast<const Score *>(foreground);
     for (int axis = 0; axis < 3; ++axis) {
-      heights += (voxel[axis] - first_[axis]) * heights_.strides[axis];
-      scores += (voxel[axis] - first_[axis]) * foreground_.strides[axis];
+      height += (voxel[axis] - first[axis]) * height_strides[axis];
+      score += (voxel[axis] - first[axis]) * foreground_strides[axis];
     }
     const int32_t row_code = static_cast<int32_t>(9 * ((voxel[0] + 1) % 3) + 3 * ((voxel[1] + 1) % 3));
-    const int32_t first = static_cast<int32_t>((voxel[2] + 1) % 3);
+    const int32_t first_digit = static_cast<int32_t>((voxel[2] + 1) % 3);
     for (int32_t x = 0; x < static_cast<int32_t>(count); ++x) {
-      const int32_t key = key_of(load_one(heights + x)) + row_code + (first + x) % 3;
-      keys[x] = load_one(scores + x) > threshold_ ? key : BACKGROUND_KEY;
+      const int32_t key = key_of(load_one(height + x)) + row_code + (first_digit + x) % 3;
+      keys[x] = load_one(score + x) > threshold ? key : BACKGROUND_KEY;
     }
     for (int64_t x = 0; x < count; ++x)
-      codes[x] = code_of(scores + x);
+      codes[x] = code_of(score + x);
   }
-
-  const Values heights_, foreground_;
-  const Index first_;
-  const float threshold_;
 };
 
 } // namespace

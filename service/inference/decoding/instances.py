@@ -18,15 +18,14 @@ from service.core.quantities import Size, VoxelSize
 from service.core.types import Objects, Segmentation, choose_label_dtype
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
-from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.pieces import WatershedParameters
 from service.inference.decoding.streaming import (
     StreamingWatershed,
     TorchWatershed,
     label_objects,
-    logit,
     select_foreground_logits,
 )
-from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedParameters, watershed_kernel
+from service.inference.decoding.watershed_kernel import WatershedKernel, WatershedOptions, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 
@@ -56,8 +55,7 @@ class InstanceDecoder:
         self._kernel, self._threads = kernel, threads
         self._spec, self._decoding, self._voxel_size, self._size = spec, decoding, voxel_size, size
         self._distance_channel = spec.outputs.index(decoding.distance)
-        self._threshold = logit(decoding.threshold)
-        self._persistence = Persistence.of_model(spec, decoding)
+        self._parameters = WatershedParameters.of_model(spec, decoding)
         self._diameter = spec.input.diameter or math.inf
         self._smoother = Smoother(decoding.smoothing)
         self._watershed: StreamingWatershed | None = None
@@ -99,12 +97,11 @@ class InstanceDecoder:
 
     def _get_watershed(self, device: torch.device, *, along_y: bool) -> StreamingWatershed:
         if self._watershed is None:
-            threshold, persistence = self._threshold, self._persistence
             if self._kernel.supports(device, self._size):
-                parameters = WatershedParameters(threshold, persistence.depth, persistence.heights_are_logits)
-                self._watershed = self._kernel.start(self._size, parameters, along_y=along_y, threads=self._threads)
+                options = WatershedOptions(along_y, threads=self._threads)
+                self._watershed = self._kernel.start(self._size, self._parameters, options)
             else:
-                self._watershed = TorchWatershed(self._size, device, threshold, persistence, along_y=along_y)
+                self._watershed = TorchWatershed(self._size, device, self._parameters, along_y=along_y)
         return self._watershed
 
     def finish(self) -> Segmentation:
@@ -116,7 +113,7 @@ class InstanceDecoder:
             )
         labels, objects = label_objects(
             self._watershed,
-            self._persistence,
+            self._parameters,
             lambda objects, touches_face: choose_objects(
                 self._decoding, objects, touches_face, self._diameter, self._size
             ),

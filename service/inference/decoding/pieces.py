@@ -8,6 +8,7 @@ passes, so that an object with two similar maxima stays one object.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -31,6 +32,11 @@ PROBABILITY_ONE = 65536
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
 
+def logit(probability: float) -> float:
+    """Return the logarithm of the odds of a probability."""
+    return math.log(probability / (1 - probability))
+
+
 def compute_keys(heights: Tensor) -> Tensor:
     """Map float32 heights to int32 keys of the same order. The position bits are zero."""
     bits = heights.view(torch.int32)
@@ -48,21 +54,25 @@ def compute_heights(keys: Tensor) -> Tensor:
     return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
-class Persistence(NamedTuple):
-    """How far a pass must lie below the lower of two peaks for the peaks to become separate objects.
+class WatershedParameters(NamedTuple):
+    """Parameters that define objects.
 
-    persistence         this depth, in units of the distance
+    threshold           foreground logit above which a voxel is foreground
+    persistence         how far a pass must lie below the lower of two peaks for the peaks to become separate objects,
+                        in units of the distance
     heights_are_logits  whether heights are logits of the distance, which have the same order and save a sigmoid per
                         voxel
     """
 
+    threshold: float
     persistence: float
     heights_are_logits: bool
 
     @classmethod
     def of_model(cls, spec: ModelSpec, decoding: Instances) -> Self:
-        """Return the persistence that a model specifies for its distances."""
-        return cls(decoding.persistence, heights_are_logits=spec.get_activation(decoding.distance) == "sigmoid")
+        """Return the parameters that a model specifies."""
+        heights_are_logits = spec.get_activation(decoding.distance) == "sigmoid"
+        return cls(logit(decoding.threshold), decoding.persistence, heights_are_logits)
 
     @property
     def depth(self) -> float:
@@ -89,22 +99,23 @@ class Persistence(NamedTuple):
         return (floors - 1e-5 * floors.abs()).float()
 
 
+Distances = NDArray[np.float64]
+
+
 class Pieces(NamedTuple):
     """Pieces of a part of a volume, numbered from 0.
 
-    position      flat index in the volume of the voxel at which the ascending paths of a piece end, int64 [P]
-    key           key of this voxel, int32 [P]; see `compute_keys`
-    sums          sums over the voxels of each piece, int64 [S, P]: their number, their foreground probabilities times
-                  `PROBABILITY_ONE`, and other values
-    touches_face  whether a piece touches a face of the volume, bool [P]
-    passes        pairs of pieces that touch near their peaks, and the key of their highest pass, integers [3, E]. Pairs
-                  may occur several times, and their pieces may belong to the same basin
+    position  flat index in the volume of the voxel at which the ascending paths of a piece end, int64 [P]
+    key       key of this voxel, int32 [P]; see `compute_keys`
+    sums      sums over the voxels of each piece, int64 [S, P]: their number, their foreground probabilities times
+              `PROBABILITY_ONE`, a number that is positive if the piece touches a face of the volume, and other values
+    passes    pairs of pieces that touch near their peaks, and the key of their highest pass, integers [3, E]. Pairs may
+              occur several times, and their pieces may belong to the same basin
     """
 
     position: NDArray[np.int64]
     key: NDArray[np.int32]
     sums: NDArray[np.int64]
-    touches_face: NDArray[np.bool_]
     passes: NDArray[np.integer]
 
     @classmethod
@@ -117,18 +128,18 @@ class Pieces(NamedTuple):
         ]
         return cls(*(np.concatenate(columns, -1) for columns in zip(NO_PIECES, *parts, strict=True)))
 
+    @property
+    def touches_face(self) -> NDArray[np.bool_]:
+        """Whether each piece touches a face of the volume, [P]."""
+        result: NDArray[np.bool_] = self.sums[2] > 0
+        return result
 
-NO_PIECES = Pieces(
-    np.zeros(0, np.int64),
-    np.zeros(0, np.int32),
-    np.zeros((3, 0), np.int64),
-    np.zeros(0, np.bool_),
-    np.zeros((3, 0), np.int64),
-)
+
+NO_PIECES = Pieces(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros((4, 0), np.int64), np.zeros((3, 0), np.int64))
 
 
 def join_pieces(
-    pieces: Pieces, link: NDArray[np.integer], persistence: Persistence
+    pieces: Pieces, link: NDArray[np.integer], parameters: WatershedParameters
 ) -> tuple[Pieces, NDArray[np.integer]]:
     """Join the pieces whose paths lead to the same end.
 
@@ -145,43 +156,42 @@ def join_pieces(
     number = np.empty_like(link)
     number[ends] = np.arange(len(ends))
     number = number[link]
-    sums, touches_face = np.zeros((len(pieces.sums), len(ends)), np.int64), np.zeros(len(ends), np.bool_)
+    sums = np.zeros((len(pieces.sums), len(ends)), np.int64)
     for total, values in zip(sums, pieces.sums, strict=True):
         np.add.at(total, number, values)
-    touches_face[number[pieces.touches_face]] = True
-    passes = _select_shallow_passes(number[pieces.passes[:2]], pieces.passes[2], pieces.key[ends], persistence)
-    return Pieces(pieces.position[ends], pieces.key[ends], sums, touches_face, passes), number
+    passes = _select_shallow_passes(number[pieces.passes[:2]], pieces.passes[2], pieces.key[ends], parameters)
+    return Pieces(pieces.position[ends], pieces.key[ends], sums, passes), number
 
 
 def _select_shallow_passes(
-    pairs: NDArray[np.integer], keys: NDArray[np.integer], peak_keys: NDArray[np.int32], persistence: Persistence
+    pairs: NDArray[np.integer], keys: NDArray[np.integer], peak_keys: NDArray[np.int32], parameters: WatershedParameters
 ) -> NDArray[np.integer]:
     """Return the passes that may merge the two pieces of a pair, with the lower number first, as in `Pieces`."""
-    peaks = persistence.get_distances(peak_keys)
+    peaks = parameters.get_distances(peak_keys)
     first, second = pairs.min(0), pairs.max(0)
-    depths = np.minimum(peaks[first], peaks[second]) - persistence.get_distances(keys)
-    is_shallow = (first != second) & (depths < persistence.depth)
+    depths = np.minimum(peaks[first], peaks[second]) - parameters.get_distances(keys)
+    is_shallow = (first != second) & (depths < parameters.depth)
     return np.stack((first[is_shallow], second[is_shallow], keys[is_shallow]))
 
 
 def find_objects(
-    pieces: Pieces, link: NDArray[np.integer], persistence: Persistence
+    pieces: Pieces, link: NDArray[np.integer], parameters: WatershedParameters
 ) -> tuple[Pieces, NDArray[np.integer]]:
     """Return the objects of a volume, in the order of their highest basins, and the object of each piece.
 
     link  as in `join_pieces`
     """
-    basins, basin_of_piece = join_pieces(pieces, link, persistence)
-    objects, object_of_basin = join_pieces(basins, merge_basins(basins, persistence), persistence)
+    basins, basin_of_piece = join_pieces(pieces, link, parameters)
+    objects, object_of_basin = join_pieces(basins, merge_basins(basins, parameters), parameters)
     return objects, object_of_basin[basin_of_piece]
 
 
-def describe_objects(objects: Pieces, persistence: Persistence) -> Objects:
+def describe_objects(objects: Pieces, parameters: WatershedParameters) -> Objects:
     """Return the statistics of objects."""
-    return Objects.from_sums(objects.sums[0], objects.sums[1] / PROBABILITY_ONE, persistence.get_distances(objects.key))
+    return Objects.from_sums(objects.sums[0], objects.sums[1] / PROBABILITY_ONE, parameters.get_distances(objects.key))
 
 
-def merge_basins(basins: Pieces, persistence: Persistence) -> NDArray[np.int64]:
+def merge_basins(basins: Pieces, parameters: WatershedParameters) -> NDArray[np.int64]:
     """Merge each basin into a higher neighbor if its peak rises above their pass by less than the persistence.
 
     Returns a link of each basin to a basin that is at least as high, or to itself, int64 [R]. Passes are processed from
@@ -191,41 +201,39 @@ def merge_basins(basins: Pieces, persistence: Persistence) -> NDArray[np.int64]:
 
     basins  result of `join_pieces`, which removes passes that are too deep: merging only raises peaks
     """
-    peaks, heights = persistence.get_distances(basins.key), persistence.get_distances(basins.passes[2])
+    peaks, heights = parameters.get_distances(basins.key), parameters.get_distances(basins.passes[2])
     first, second = basins.passes[:2].astype(np.int64)
     order = np.lexsort((second, first, -heights))
-    passes = ShallowPasses(first[order], second[order], heights[order])
     link = np.arange(len(peaks))
     merge = merge_kernel.merge if merge_kernel.is_available else merge_in_python
-    merge(peaks, passes, persistence.depth, link)
+    merge(peaks, np.stack((first[order], second[order])), heights[order], parameters.depth, link)
     return link
-
-
-class ShallowPasses(NamedTuple):
-    """Passes from the highest to the lowest: pairs of basins, int64 [E] each, and the distances, float64 [E]."""
-
-    first: NDArray[np.int64]
-    second: NDArray[np.int64]
-    heights: NDArray[np.float64]
 
 
 class MergeKernel(CppFunctions):
     """Python interface to the C++ function that merges basins."""
 
-    def merge(self, peaks: NDArray[np.float64], passes: ShallowPasses, depth: float, link: NDArray[np.int64]) -> None:
+    def merge(
+        self, peaks: Distances, pairs: NDArray[np.int64], heights: Distances, depth: float, link: NDArray[np.int64]
+    ) -> None:
         """Merge basins as `merge_in_python` does."""
-        columns = (column.ctypes.data for column in passes)
-        self._functions.stackseg_merge(peaks.ctypes.data, *columns, len(passes.heights), depth, link.ctypes.data)
+        addresses = (column.ctypes.data for column in (peaks, pairs, heights))
+        self._functions.stackseg_merge(*addresses, len(heights), depth, link.ctypes.data)
 
 
-merge_kernel = MergeKernel((("stackseg_merge", "ppppqdp", "-"),))
+merge_kernel = MergeKernel((("stackseg_merge", "pppqdp", "-"),))
 """The C++ function of this process that merges basins."""
 
 
-def merge_in_python(peaks: NDArray[np.float64], passes: ShallowPasses, depth: float, link: NDArray[np.int64]) -> None:
+def merge_in_python(
+    peaks: Distances, pairs: NDArray[np.int64], heights: Distances, depth: float, link: NDArray[np.int64]
+) -> None:
     """Merge the basins of each pass in order, if the lower peak rises above the pass by less than `depth`.
 
-    link  link of each basin [R] to a basin that is at least as high, or to itself; updated in place
+    peaks    distance at the peak of each basin, [R]
+    pairs    basins of each pass [2, E], from the highest pass to the lowest
+    heights  distance at each pass, [E]
+    link     link of each basin [R] to a basin that is at least as high, or to itself; updated in place
     """
 
     def find_root(basin: int) -> int:
@@ -234,7 +242,7 @@ def merge_in_python(peaks: NDArray[np.float64], passes: ShallowPasses, depth: fl
             basin = link[basin]
         return basin
 
-    for first, second, height in zip(*(column.tolist() for column in passes), strict=True):
+    for first, second, height in zip(*pairs.tolist(), heights.tolist(), strict=True):
         high, low = find_root(first), find_root(second)
         if peaks[high] < peaks[low]:
             high, low = low, high

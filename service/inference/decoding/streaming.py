@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.types import Objects
 from service.inference.decoding.labels import look_up_labels, number_objects
-from service.inference.decoding.pieces import Persistence, Pieces, describe_objects, find_objects
+from service.inference.decoding.pieces import Pieces, WatershedParameters, describe_objects, find_objects
 from service.inference.decoding.watershed import encode_foreground, find_basins
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
@@ -40,14 +39,14 @@ class StreamingWatershed(Protocol):
 
 
 def label_objects(
-    watershed: StreamingWatershed, persistence: Persistence, choose_objects: ObjectFilter
+    watershed: StreamingWatershed, parameters: WatershedParameters, choose_objects: ObjectFilter
 ) -> tuple[NDArray[np.unsignedinteger], Objects]:
     """Return labels [Z, Y, X] from 1, uint16 or uint32, and the objects, after all planes have been added.
 
     choose_objects  selects which objects get a label
     """
-    pieces, object_of_piece = find_objects(*watershed.find_pieces(), persistence)
-    objects = describe_objects(pieces, persistence)
+    pieces, object_of_piece = find_objects(*watershed.find_pieces(), parameters)
+    objects = describe_objects(pieces, parameters)
     is_kept = choose_objects(objects, pieces.touches_face)
     label_of_piece = number_objects(is_kept)[np.append(0, object_of_piece + 1)]
     return watershed.look_up(label_of_piece), objects.select(is_kept)
@@ -63,10 +62,9 @@ class TorchWatershed:
     """
 
     def __init__(
-        self, size: Size, device: torch.device, threshold: float, persistence: Persistence, *, along_y: bool = False
+        self, size: Size, device: torch.device, parameters: WatershedParameters, *, along_y: bool = False
     ) -> None:
-        self._threshold, self._persistence = threshold, persistence
-        self._axis, self._num_collected = int(along_y), 0
+        self._parameters, self._axis, self._num_collected = parameters, int(along_y), 0
         self._heights = torch.empty(size, device=device)
         self._foreground = torch.empty(size, dtype=torch.bool, device=device)
         self._codes = torch.empty(size, dtype=torch.uint8, device=device)
@@ -75,7 +73,7 @@ class TorchWatershed:
         num_planes = heights.shape[self._axis]
         parts = (
             (self._heights, heights),
-            (self._foreground, compute_foreground_mask(foreground, self._threshold)),
+            (self._foreground, compute_foreground_mask(foreground, self._parameters.threshold)),
             (self._codes, encode_foreground(foreground)),
         )
         for target, part in parts:
@@ -83,8 +81,9 @@ class TorchWatershed:
         self._num_collected += num_planes
 
     def find_pieces(self) -> tuple[Pieces, NDArray[np.integer]]:
-        compute_floors = self._persistence.compute_floors
-        self._basins, pieces = find_basins(self._heights, self._foreground, self._codes, compute_floors)
+        self._basins, pieces = find_basins(
+            self._heights, self._foreground, self._codes, self._parameters.compute_floors
+        )
         del self._heights, self._foreground, self._codes
         return pieces, np.arange(len(pieces.key))
 
@@ -98,11 +97,6 @@ def compute_foreground_mask(scores: Tensor, threshold: float) -> Tensor:
         return scores > threshold
     # On one thread, NumPy is six times as fast as PyTorch.
     return torch.from_numpy(scores.float().numpy() > np.float32(threshold))
-
-
-def logit(probability: float) -> float:
-    """Return the logarithm of the odds of a probability."""
-    return math.log(probability / (1 - probability))
 
 
 def select_foreground_logits(spec: ModelSpec, decoding: Instances, scores: Tensor) -> Tensor:

@@ -57,10 +57,9 @@ def find_basins(
     voxel_codes = functional.pad(codes, (1, 1, 1, 1, 1, 1)).view(-1).index_select(0, position)
     probability = PROBABILITIES.to(keys.device, non_blocking=True)[voxel_codes.int()]
     sums = (torch.bincount(basin, weights, len(ends) + 1)[1:].long() for weights in (None, probability))
-    properties = torch.stack((peak_keys.long(), _find_basins_at_faces(volume, len(ends)), *sums)).cpu().numpy()
+    properties = torch.stack((peak_keys.long(), *sums, _find_basins_at_faces(volume, len(ends)))).cpu().numpy()
     highest_passes = _select_highest_passes(torch.cat(passes, 1), len(ends)).cpu().numpy()
-    key, touches_face = properties[0].astype(np.int32), properties[1].astype(np.bool_)
-    return volume, Pieces(np.arange(len(ends)), key, properties[2:], touches_face, highest_passes)
+    return volume, Pieces(np.arange(len(ends)), properties[0].astype(np.int32), properties[1:], highest_passes)
 
 
 def _follow_paths(position: Tensor, target: Tensor, num_voxels: int) -> tuple[Tensor, Tensor, Tensor]:

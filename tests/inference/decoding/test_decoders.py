@@ -28,9 +28,9 @@ from service.inference.decoding.decoders import (
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.filters.smoothing import Smoother
 from service.inference.decoding.instances import InstanceDecoder, compute_min_object_confidence
-from service.inference.decoding.pieces import Persistence, compute_keys
+from service.inference.decoding.pieces import WatershedParameters, compute_keys
 from service.inference.decoding.streaming import TorchWatershed
-from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel, WatershedParameters
+from service.inference.decoding.watershed_kernel import SIGNATURES, WatershedKernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances, Regions
 from service.training.evaluate import score
@@ -112,7 +112,7 @@ def test_a_plateau_is_one_object(persistence: float) -> None:
 def test_equal_heights_give_equal_distances_at_every_position() -> None:
     for height in np.linspace(-8, 8, 401):
         keys = compute_keys(torch.full((67,), height)).numpy()
-        distances = Persistence(0.0, heights_are_logits=True).get_distances(keys)
+        distances = WatershedParameters(0.0, 0.0, heights_are_logits=True).get_distances(keys)
         assert np.unique(distances).tolist() == pytest.approx([1 / (1 + np.exp(-height))], rel=1e-4)
 
 
@@ -405,9 +405,8 @@ def test_the_watershed_is_freed_after_decoding(random_nuclei: ModelSpec) -> None
         def supports(self, *_args: Any) -> bool:
             return True
 
-        def start(self, size: Size, parameters: WatershedParameters, **_options: Any) -> Any:
-            persistence = Persistence(parameters.depth, heights_are_logits=parameters.heights_are_logits)
-            watershed = TorchWatershed(size, torch.device("cpu"), parameters.threshold, persistence)
+        def start(self, size: Size, parameters: WatershedParameters, *_options: Any) -> Any:
+            watershed = TorchWatershed(size, torch.device("cpu"), parameters)
             references.append(weakref.ref(watershed))
             return watershed
 

@@ -21,14 +21,14 @@ from service.inference.decoding.instances import (
     compute_min_object_voxels,
 )
 from service.inference.decoding.labels import keep_objects, look_up_labels
-from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.pieces import WatershedParameters
 from service.inference.decoding.streaming import StreamingWatershed, TorchWatershed, label_objects
-from service.inference.decoding.watershed_kernel import WatershedParameters, watershed_kernel
+from service.inference.decoding.watershed_kernel import WatershedOptions, watershed_kernel
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 
 IMPLEMENTATIONS = ("kernel", "torch")
-PERSISTENCE = Persistence(0.1, heights_are_logits=False)
+PARAMETERS = WatershedParameters(-np.inf, 0.1, heights_are_logits=False)
 
 
 def make_watershed(implementation: str, heights: Array, *, along_y: bool = False) -> StreamingWatershed:
@@ -36,11 +36,9 @@ def make_watershed(implementation: str, heights: Array, *, along_y: bool = False
     size: Any = heights.shape
     watershed: StreamingWatershed
     if implementation == "kernel":
-        watershed = watershed_kernel.start(
-            size, WatershedParameters(-np.inf, 0.1, heights_are_logits=False), along_y=along_y
-        )
+        watershed = watershed_kernel.start(size, PARAMETERS, WatershedOptions(along_y))
     else:
-        watershed = TorchWatershed(size, CPU, -np.inf, PERSISTENCE, along_y=along_y)
+        watershed = TorchWatershed(size, CPU, PARAMETERS, along_y=along_y)
     tensor = torch.from_numpy(heights)
     watershed.add(tensor, tensor)
     return watershed
@@ -77,7 +75,7 @@ def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order
 ) -> None:
     heights = make_hills(seed, size)
     choose = choose_by_size(minimum_size, drop_border=drop_border)
-    labels, objects = label_objects(make_watershed(implementation, heights, along_y=along_y), PERSISTENCE, choose)
+    labels, objects = label_objects(make_watershed(implementation, heights, along_y=along_y), PARAMETERS, choose)
     is_kept = np.random.default_rng(seed).random(len(objects)) < kept_fraction
     expected = keep_objects(Segmentation(labels, "labels", None, len(objects), objects=objects), is_kept)
 
@@ -88,7 +86,7 @@ def test_removed_objects_get_no_label_and_the_remaining_objects_keep_their_order
         return is_chosen
 
     watershed = make_watershed(implementation, heights, along_y=along_y)
-    assert_equal(*label_objects(watershed, PERSISTENCE, select), expected)
+    assert_equal(*label_objects(watershed, PARAMETERS, select), expected)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -99,7 +97,7 @@ def test_the_dtype_of_labels_depends_on_the_number_of_kept_objects(
     heights = np.full((82, 82, 82), -np.inf, np.float32)
     heights[::2, ::2, ::2] = 1.0
     labels, objects = label_objects(
-        make_watershed(implementation, heights), PERSISTENCE, lambda found, _: np.arange(len(found)) >= removed
+        make_watershed(implementation, heights), PARAMETERS, lambda found, _: np.arange(len(found)) >= removed
     )
     assert len(objects) == 41**3 - removed
     assert labels.dtype == dtype

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from landscapes import CPU, Array, SyncCounter, choose_by_size, make_hills
 
 from service.inference.decoding.pieces import (
-    Persistence,
     Pieces,
-    ShallowPasses,
+    WatershedParameters,
     compute_keys,
     find_objects,
     join_pieces,
@@ -39,8 +38,8 @@ def make_pieces(rng: np.random.Generator, levels: int, count: int, num_passes: i
     link = rng.integers(np.arange(count), count) if count else np.zeros(0, np.int64)
     pairs = rng.integers(0, count, (2, num_passes))
     pass_keys = np.minimum(make_keys(rng, levels, num_passes), keys[pairs].min(0))
-    sums, at_face = rng.integers(0, 9, (3, count)), rng.random(count) < 0.3
-    return Pieces(rng.permutation(count), keys, sums, at_face, np.concatenate((pairs, pass_keys[None]))), link
+    sums = rng.integers(0, 9, (4, count))
+    return Pieces(rng.permutation(count), keys, sums, np.concatenate((pairs, pass_keys[None]))), link
 
 
 def assert_equal(found: Pieces, expected: Pieces) -> None:
@@ -64,7 +63,7 @@ def test_joining_parts_first_gives_the_same_objects(
 ) -> None:
     """Each part is joined by its own links, as in the regions of a block-wise run. The other links are added later."""
     rng = np.random.default_rng(seed)
-    chosen = Persistence(persistence, heights_are_logits=logits)
+    chosen = WatershedParameters(0.0, persistence, heights_are_logits=logits)
     pieces, link = make_pieces(rng, levels, count, passes if count else 0)
     expected, expected_numbers = find_objects(pieces, link, chosen)
     bounds = [0, *np.sort(rng.integers(0, count + 1, num_parts - 1)), count]
@@ -75,7 +74,7 @@ def test_joining_parts_first_gives_the_same_objects(
         inner_link = np.where(is_inner, link[first:end] - first, np.arange(end - first))
         is_inner_pass = (part_of_piece[pieces.passes[:2]] == number).all(0)
         part_passes = pieces.passes[:, is_inner_pass] - np.array([[first], [first], [0]])
-        part = Pieces(*(column[..., first:end] for column in pieces[:4]), part_passes)
+        part = Pieces(*(column[..., first:end] for column in pieces[:3]), part_passes)
         joined, joined_numbers = join_pieces(part, inner_link, chosen)
         parts.append(joined)
         numbers.append(joined_numbers + offset)
@@ -96,23 +95,23 @@ def test_joining_parts_first_gives_the_same_objects(
 @given(**random_pieces)
 def test_python_and_cpp_merge_the_same_basins(seed, count, passes, levels, persistence, logits) -> None:
     rng = np.random.default_rng(seed)
-    chosen = Persistence(persistence, heights_are_logits=logits)
+    chosen = WatershedParameters(0.0, persistence, heights_are_logits=logits)
     basins, _ = make_pieces(rng, levels, count, passes if count else 0)
     peaks, heights = chosen.get_distances(basins.key), np.sort(chosen.get_distances(basins.passes[2]))[::-1].copy()
-    first, second = basins.passes[:2].astype(np.int64)
+    pairs = basins.passes[:2].astype(np.int64)
     links = np.arange(count), np.arange(count)
     for merge, link in zip((merge_kernel.merge, merge_in_python), links, strict=True):
-        merge(peaks, ShallowPasses(first, second, heights), chosen.depth, link)
+        merge(peaks, pairs, heights, chosen.depth, link)
     assert np.array_equal(*links)
     assert (peaks[links[0]] >= peaks).all()
 
 
 def test_objects_are_merged_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces, link = make_pieces(np.random.default_rng(0), 5, 40, 90)
-    persistence = Persistence(0.2, heights_are_logits=False)
-    expected, _ = find_objects(pieces, link, persistence)
+    parameters = WatershedParameters(0.0, 0.2, heights_are_logits=False)
+    expected, _ = find_objects(pieces, link, parameters)
     monkeypatch.setattr(merge_kernel, "problem", "no library")
-    found, _ = find_objects(pieces, link, persistence)
+    found, _ = find_objects(pieces, link, parameters)
     assert 1 < len(found.key) < 40
     assert_equal(found, expected)
 
@@ -120,13 +119,13 @@ def test_objects_are_merged_without_the_kernel(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("parts", [1, 4, 12])
 def test_adding_planes_does_not_wait_for_the_device(parts: int) -> None:
     heights = torch.from_numpy(make_hills(3, (12, 16, 16))).nan_to_num_(neginf=-9)
-    persistence = Persistence(0.1, heights_are_logits=False)
-    watershed = TorchWatershed((12, 16, 16), CPU, 0.0, persistence)
+    parameters = WatershedParameters(0.0, 0.1, heights_are_logits=False)
+    watershed = TorchWatershed((12, 16, 16), CPU, parameters)
     with SyncCounter() as added:
         for part in heights.chunk(parts):
             watershed.add(part, part)
     with SyncCounter() as counted:
-        labels, _ = label_objects(watershed, persistence, choose_by_size())
+        labels, _ = label_objects(watershed, parameters, choose_by_size())
     assert added.sync_count == 0
     assert counted.sync_count < 20, "independent of the number of parts"
     assert labels.max() > 1

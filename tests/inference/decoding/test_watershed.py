@@ -8,7 +8,7 @@ from skimage.morphology import local_maxima
 from skimage.segmentation import watershed
 
 from service.inference.decoding import watershed as torch_watershed
-from service.inference.decoding.pieces import Persistence
+from service.inference.decoding.pieces import WatershedParameters
 from service.inference.decoding.watershed_kernel import watershed_kernel
 from service.training.evaluate import score
 
@@ -43,8 +43,8 @@ def test_basins_equal_those_of_scikit_image(seed: int) -> None:
 
 def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
     heights = make_hills(1, (12, 30, 30))
-    persistence = Persistence(np.inf, heights_are_logits=False)
-    basin, basins = compute_basins(heights, persistence)
+    parameters = WatershedParameters(0.0, np.inf, heights_are_logits=False)
+    basin, basins = compute_basins(heights, parameters)
     expected: dict[tuple[int, int], float] = {}
     for step in itertools.product((-1, 0, 1), repeat=3):
         voxels, neighbors = (
@@ -56,7 +56,7 @@ def test_passes_are_the_highest_points_between_neighboring_basins() -> None:
         for a, b, height in zip(basin[voxels][crossing], basin[neighbors][crossing], lower, strict=True):
             expected[a, b] = max(expected.get((a, b), -np.inf), float(height))
     first, second = basins.passes[:2] + 1
-    heights_of_passes = persistence.get_distances(basins.passes[2])
+    heights_of_passes = parameters.get_distances(basins.passes[2])
     assert len(expected) > 5
     assert set(zip(first.tolist(), second.tolist(), strict=True)) == set(expected)
     for a, b, pass_height in zip(first, second, heights_of_passes, strict=True):

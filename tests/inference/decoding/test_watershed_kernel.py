@@ -13,11 +13,11 @@ from scipy import ndimage
 from torch import Tensor
 
 from service.inference.decoding.instances import InstanceDecoder
+from service.inference.decoding.pieces import WatershedParameters
 from service.inference.decoding.watershed_kernel import (
     MIN_BLOCK_PLANES,
     KernelWatershed,
     WatershedKernel,
-    WatershedParameters,
     choose_block_planes,
     watershed_kernel,
 )

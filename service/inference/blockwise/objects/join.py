@@ -17,7 +17,7 @@ from service.inference.blockwise.layout import TILES_PER_REGION, get_first_voxel
 from service.inference.blockwise.tiles import make_decoding_spec, read_region_pieces
 from service.inference.decoding.instances import choose_objects
 from service.inference.decoding.labels import number_objects
-from service.inference.decoding.pieces import Persistence, Pieces, describe_objects, find_objects, join_pieces
+from service.inference.decoding.pieces import Pieces, WatershedParameters, describe_objects, find_objects, join_pieces
 from service.inference.decoding.postprocessing import require_instances
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def join_region(run: OpenRun, region: int) -> dict[str, Any]:
     is_inner = np.isin(links[1], tiles)
     pieces, target_tiles, targets = links[:, is_inner]
     link[pieces] = offsets[target_tiles - tiles.start] + targets
-    joined, number = join_pieces(Pieces.concatenate(parts), link, _get_persistence(run))
+    joined, number = join_pieces(Pieces.concatenate(parts), link, _get_parameters(run))
     outer_links = links[:, ~is_inner]
     outer_links[0] = number[outer_links[0]]
     run.folder.write_arrays(f"regions/{region}.npz", joined._asdict() | {"links": outer_links})
@@ -64,11 +64,11 @@ def join_regions(run: OpenRun) -> dict[str, Any]:
     counts = [run.folder.read_record("region", region)["roots"] for region in range(run.plan.layout.num_regions)]
     offsets = np.append(0, np.cumsum(counts, dtype=np.int64))
     pieces, link = _read_regions(run, offsets)
-    persistence, decoding = _get_persistence(run), require_instances(make_decoding_spec(run))
-    found, object_of_piece = find_objects(pieces, link, persistence)
-    objects, diameter = describe_objects(found, persistence), run.spec.input.diameter or math.inf
+    parameters, decoding = _get_parameters(run), require_instances(make_decoding_spec(run))
+    found, object_of_piece = find_objects(pieces, link, parameters)
+    objects, diameter = describe_objects(found, parameters), run.spec.input.diameter or math.inf
     is_kept = choose_objects(decoding, objects, found.touches_face, diameter, run.plan.layout.size)
-    candidates = (objects.voxel_counts, objects.confidence, objects.peaks, found.sums[2])
+    candidates = (objects.voxel_counts, objects.confidence, objects.peaks, found.sums[3])
     run.folder.write_array("candidates.npy", np.stack(candidates)[:, is_kept])
     run.folder.write_array("labels.npy", number_objects(is_kept)[1:][object_of_piece])
     run.folder.write_array("offsets.npy", offsets[:-1])
@@ -88,8 +88,8 @@ def _read_regions(run: OpenRun, offsets: NDArray[np.int64]) -> tuple[Pieces, NDA
     return Pieces.concatenate(parts), link
 
 
-def _get_persistence(run: OpenRun) -> Persistence:
-    return Persistence.of_model(run.spec, require_instances(make_decoding_spec(run)))
+def _get_parameters(run: OpenRun) -> WatershedParameters:
+    return WatershedParameters.of_model(run.spec, require_instances(make_decoding_spec(run)))
 
 
 def _read_pieces(run: OpenRun, name: str) -> tuple[Pieces, Links]:

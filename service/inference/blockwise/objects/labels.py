@@ -12,22 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core.types import Array
-from service.inference.blockwise.layout import TILES_PER_REGION, Box, get_lengths
+from service.inference.blockwise.layout import TILES_PER_REGION, get_lengths
 from service.inference.blockwise.tiles import (
-    count_nearest_voxels,
+    count_stack_voxels,
     make_decoding_spec,
     read_pixels,
     read_region_pieces,
+    take_faces,
+    write_pixels,
 )
 from service.inference.decoding.filters.fill_holes import (
-    Background,
     add_contacts,
-    fill_components,
-    find_background,
     find_neighbor_labels,
     find_open_components,
     label_groups,
     list_faces,
+    number_background,
 )
 from service.inference.decoding.labels import number_objects
 from service.inference.decoding.postprocessing import compute_min_voxels, require_instances
@@ -67,66 +67,46 @@ def _label_pixels(run: OpenRun, tile: int, box: tuple[slice, slice, slice], piec
 def find_holes(run: OpenRun, tile: int) -> dict[str, Any]:
     """Find the components of the background of a tile. Return the fields of the block's record.
 
-    Writes an archive:
+    Writes the component of each voxel, as by `number_background`, and an archive of the properties of the components
+    from 0, which represents objects:
 
-    start, end, component  as in `Background`
-    lowest, highest        as returned by `find_neighbor_labels`, including labels in adjacent tiles
-    is_open                whether each component touches a face of the volume
-    stack_voxels           number of stack voxels in each component
-    face-A-S               component of each voxel in the first (S = 0) or last (S = -1) layer along axis A, or -1 for
-                           objects
+    lowest, highest  as returned by `find_neighbor_labels`, including labels in adjacent tiles
+    is_open          whether each component touches a face of the volume
+    stack_voxels     as returned by `count_stack_voxels`
+    face-A-S         as returned by `take_faces`
     """
     layout, labels = run.plan.layout, _label_pixels(run, tile, _ALL, _read_piece_labels(run, tile))
-    background = find_background(labels)
-    outer_faces = [
-        (axis, side) for axis, side in list_faces(layout.size) if _get_neighbor(layout, tile, axis, side) is None
-    ]
-    is_open = find_open_components(background, labels.shape, outer_faces)
-    lowest, highest = find_neighbor_labels(labels, background.select(~is_open[background.component]), len(is_open))
-    voxels, arrays = np.arange(labels.size).reshape(labels.shape), dict[str, Array]()
-    for axis, side in ((axis, side) for axis in range(3) for side in (0, -1)):
-        components = background.find_components(voxels.take([side], axis).squeeze(axis))
-        neighbor = _get_neighbor(layout, tile, axis, side)
+    components, count = number_background(labels)
+    neighbors = {(axis, side): _get_neighbor(layout, tile, axis, side) for axis in range(3) for side in (0, 1)}
+    outer_faces = [face for face in list_faces(layout.size) if neighbors[face] is None]
+    is_open = find_open_components(components, count, outer_faces)
+    lowest, highest = find_neighbor_labels(labels, components, ~is_open)
+    for (axis, side), neighbor in neighbors.items():
         if neighbor is not None:
-            arrays[f"face-{axis}-{side}"] = components.astype(np.int32)
-            neighbor_labels = _read_face_labels(run, neighbor, axis, -1 - side)
-            is_background = components >= 0
-            add_contacts(lowest, highest, components[is_background], neighbor_labels[is_background])
-    arrays |= background._asdict() | {"lowest": lowest, "highest": highest, "is_open": is_open}
-    arrays["stack_voxels"] = _count_stack_voxels(background, layout.get_tile(tile), run)
-    run.folder.write_arrays(f"holes/{tile}.npz", arrays)
-    return {"components": len(is_open)}
+            neighbor_labels = _read_face_labels(run, neighbor, axis, 1 - side)
+            add_contacts(lowest, highest, components.take(-side, axis), neighbor_labels)
+    stack_voxels = count_stack_voxels(run, layout.get_tile(tile), components, count)
+    arrays = {"lowest": lowest, "highest": highest, "is_open": is_open, "stack_voxels": stack_voxels}
+    run.folder.write_arrays(f"holes/{tile}.npz", arrays | take_faces(components))
+    return {"components": count + 1, **write_pixels(run, f"holes/{tile}.raw", components)}
 
 
 def _get_neighbor(layout: Layout, tile: int, axis: int, side: int) -> int | None:
-    """Return the tile next to a tile, before (side 0) or after it (side -1) along an axis; None if there is none."""
+    """Return the tile next to a tile, before (side 0) or after it (side 1) along an axis; None if there is none."""
     position = list(layout.get_position(tile))
     position[axis] += 1 if side else -1
     return layout.get_number(position) if 0 <= position[axis] < layout.num_groups[axis] else None
 
 
 def _read_face_labels(run: OpenRun, tile: int, axis: int, side: int) -> Array:
-    """Return the object number of each voxel in the first (side 0) or last (side -1) layer of a tile along an axis."""
+    """Return the object number of each voxel in the first (side 0) or last (side 1) layer of a tile along an axis."""
     piece_labels = _read_piece_labels(run, tile)
     if len(piece_labels) == 1:
         lengths = get_lengths(run.plan.layout.get_tile(tile))
         return np.zeros([n for index, n in enumerate(lengths) if index != axis], piece_labels.dtype)
     with run.folder.read_arrays(f"tiles/{tile}.npz") as archive:
-        result: Array = piece_labels[archive[f"face-{axis}-{-side}"]]
+        result: Array = piece_labels[archive[f"face-{axis}-{side}"]]
     return result
-
-
-def _count_stack_voxels(background: Background, tile: Box, run: OpenRun) -> NDArray[np.int64]:
-    """Return the number of stack voxels in each component of the background of a tile."""
-    z_counts, y_counts, x_counts = count_nearest_voxels(tile, run.plan.layout.size, run.plan.size)
-    row, x = np.divmod(background.start, len(x_counts))
-    sums = np.append(0, np.cumsum(x_counts))
-    along_x = sums[x + background.end - background.start] - sums[x]
-    voxel_counts = np.zeros(background.num_components, np.int64)
-    np.add.at(
-        voxel_counts, background.component, along_x * y_counts[row % len(y_counts)] * z_counts[row // len(y_counts)]
-    )
-    return voxel_counts
 
 
 def _join_holes(run: OpenRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -147,7 +127,7 @@ def _join_holes(run: OpenRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             pairs += [
                 _link_faces(run, archive, tile, axis, offsets)
                 for axis in range(3)
-                if _get_neighbor(layout, tile, axis, -1) is not None
+                if _get_neighbor(layout, tile, axis, 1) is not None
             ]
     lowest, highest, is_open, stack_voxels = (np.concatenate(columns[name]) for name in names)
     group = label_groups(int(offsets[-1]), *np.concatenate(pairs, 1))
@@ -167,31 +147,21 @@ def _join_holes(run: OpenRun) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def _link_faces(run: OpenRun, archive: Any, tile: int, axis: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return pairs of components that touch at the face between a tile and the tile after it along an axis, [2, E]."""
-    neighbor = _get_neighbor(run.plan.layout, tile, axis, -1)
+    neighbor = _get_neighbor(run.plan.layout, tile, axis, 1)
     assert neighbor is not None  # noqa: S101
     with run.folder.read_arrays(f"holes/{neighbor}.npz") as neighbor_archive:
-        first, second = archive[f"face-{axis}--1"], neighbor_archive[f"face-{axis}-0"]
-    is_linked = (first >= 0) & (second >= 0)
+        first, second = archive[f"face-{axis}-1"], neighbor_archive[f"face-{axis}-0"]
+    is_linked = (first > 0) & (second > 0)
     pairs = np.unique(np.stack([first[is_linked], second[is_linked]]), axis=1)
     result: NDArray[np.int64] = pairs + np.array([[offsets[tile]], [offsets[neighbor]]])
     return result
 
 
-def _fill_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice], labels: Array, numbers: Array) -> None:
-    """Fill holes in the labels of a part of a tile, in place. `numbers` contains the label of each object number."""
+def _fill_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice], labels: Array, numbers: Array) -> Array:
+    """Fill holes in the labels of a part of a tile. `numbers` contains the label of each object number."""
     first, end = run.folder.read_array("components.npy")[tile : tile + 2]
     filling_labels = numbers[run.folder.read_array("fillings.npy")[first:end]]
-    if not filling_labels.any():
-        return
-    lengths = get_lengths(run.plan.layout.get_tile(tile))
-    with run.folder.read_arrays(f"holes/{tile}.npz") as archive:
-        background = Background(*(archive[name] for name in Background._fields))
-    background = background.select(filling_labels[background.component] > 0)
-    is_whole = labels.shape == tuple(lengths)
-    target = labels if is_whole else np.zeros(lengths, labels.dtype)
-    fill_components(target, background, filling_labels)
-    if not is_whole:
-        np.maximum(labels, target[box], out=labels)
+    return labels + filling_labels[read_pixels(run, tile, box, "holes")] if filling_labels.any() else labels
 
 
 def choose_objects(run: OpenRun) -> dict[str, Any]:
@@ -216,6 +186,4 @@ def label_tile(run: OpenRun, tile: int, box: tuple[slice, slice, slice]) -> Arra
     """Return the labels in a part of a tile. `box` is relative to the tile."""
     numbers = run.folder.read_array("numbers.npy")
     labels = _label_pixels(run, tile, box, numbers[_read_piece_labels(run, tile)])
-    if fills_holes(run):
-        _fill_tile(run, tile, box, labels, numbers)
-    return labels
+    return _fill_tile(run, tile, box, labels, numbers) if fills_holes(run) else labels

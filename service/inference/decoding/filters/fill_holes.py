@@ -1,51 +1,20 @@
 """Fill holes, which are regions of background that are enclosed by one object.
 
-The background is stored as runs along x, because there are far fewer runs than voxels. Touching runs are joined by
-union-find, vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
+The components of the background consist of runs along x, because there are far fewer runs than voxels. Touching runs
+are joined by union-find, vectorized over all runs (run-based connected components: He, Chao and Suzuki 2008).
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Labels = NDArray[Any]
+Components = NDArray[np.int32]
 Indices = NDArray[np.intp]
 Mask = NDArray[np.bool_]
-
-# Number of runs whose voxels are examined together.
-RUNS_PER_STEP = 2**15
-
-
-class Background(NamedTuple):
-    """Runs of background voxels along x, in the order of their positions, and the components that they form.
-
-    start      flat index of the first voxel of each run, [N]
-    end        flat index after the last voxel of each run, [N]
-    component  face-connected component of each run, numbered from 0, [N]
-    """
-
-    start: Indices
-    end: Indices
-    component: Indices
-
-    @property
-    def num_components(self) -> int:
-        """Number of components."""
-        return int(self.component.max(initial=-1)) + 1
-
-    def select(self, mask: Mask) -> Background:
-        """Return the runs whose entry in `mask` is true."""
-        return Background(*(column[mask] for column in self))
-
-    def find_components(self, voxels: Indices) -> Indices:
-        """Return the component of each voxel, given its flat index; -1 if it belongs to an object."""
-        if not len(self.start):
-            return np.full(voxels.shape, -1)
-        run = np.searchsorted(self.start, voxels, side="right") - 1
-        return np.where((run >= 0) & (voxels < self.end[run]), self.component[run], -1)
 
 
 def fill_holes(labels: Labels) -> None:
@@ -56,20 +25,26 @@ def fill_holes(labels: Labels) -> None:
     A hole is a face-connected component of the background that does not touch a face of the volume and touches only one
     object. Background between two objects is not filled. Axes that are only one voxel long have no faces.
     """
-    background = find_background(labels)
-    is_open = find_open_components(background, labels.shape, list_faces(labels.shape))
-    holes = background.select(~is_open[background.component])
-    lowest, highest = find_neighbor_labels(labels, holes, len(is_open))
-    fill_components(labels, holes, np.where(lowest == highest, lowest, 0))
+    components, count = number_background(labels)
+    is_open = find_open_components(components, count, list_faces(labels.shape))
+    lowest, highest = find_neighbor_labels(labels, components, ~is_open)
+    filling_labels = np.where((lowest == highest) & ~is_open, lowest, 0)
+    is_filled = filling_labels > 0
+    for plane, plane_components in zip(labels, components, strict=True):
+        is_hole = is_filled[plane_components]
+        plane[is_hole] = filling_labels[plane_components[is_hole]]
 
 
 def list_faces(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the faces of a volume: the axis, and 0 for the first or -1 for the last layer along the axis."""
-    return [(axis, side) for axis, length in enumerate(shape) if length > 1 for side in (0, -1)]
+    """Return the faces of a volume: the axis, and 0 for the first or 1 for the last layer along the axis."""
+    return [(axis, side) for axis, length in enumerate(shape) if length > 1 for side in (0, 1)]
 
 
-def find_background(labels: Labels) -> Background:
-    """Return the components of the background of a volume [Z, Y, X]."""
+def number_background(labels: Labels) -> tuple[Components, int]:
+    """Return the face-connected component of the background of each voxel [Z, Y, X], and the number of components.
+
+    Components are numbered from 1 in the order of their first voxels. The number 0 is for the voxels of objects.
+    """
     start, end = _find_background_runs(labels)
     height, width = labels.shape[1:]
     has_next_row = start // width % height < height - 1
@@ -77,21 +52,27 @@ def find_background(labels: Labels) -> Background:
         _find_adjacent_runs(start, end, has_next_row, width),
         _find_adjacent_runs(start, end, np.ones(len(start), bool), height * width),
     ]
-    return Background(start, end, label_groups(len(start), *map(np.concatenate, zip(*pairs, strict=True))))
+    component = label_groups(len(start), *map(np.concatenate, zip(*pairs, strict=True))) + 1
+    # The sum of these steps is the component of each voxel.
+    components = np.zeros(labels.size + 1, np.int32)
+    components[start] = component
+    components[end] -= component.astype(np.int32)
+    np.add.accumulate(components, out=components, dtype=np.int32)
+    return components[:-1].reshape(labels.shape), int(component.max(initial=0))
 
 
 def _find_background_runs(labels: Labels) -> tuple[Indices, Indices]:
     """Return the flat indices of the first voxel of each run of zeros, and of the voxel after its last one."""
-    starts, ends = list[Indices](), list[Indices]()
+    edges = list[Indices]()
     height, width = labels.shape[1:]
-    is_background = np.zeros((height, width + 2), np.int8)
+    # A column of objects before each row, and one voxel after the last row, separate the runs of different rows.
+    is_background = np.zeros(height * (width + 1) + 1, bool)
     for z, plane in enumerate(labels):
-        is_background[:, 1:-1] = plane == 0
-        steps = np.diff(is_background, axis=1)
-        for edges, step in ((starts, 1), (ends, -1)):
-            row, x = np.nonzero(steps == step)
-            edges.append((row + z * height) * width + x)
-    return np.concatenate(starts), np.concatenate(ends)
+        is_background[:-1].reshape(height, width + 1)[:, 1:] = plane == 0
+        row, x = np.divmod(np.flatnonzero(is_background[1:] != is_background[:-1]), width + 1)
+        edges.append((row + z * height) * width + x)
+    bounds = np.concatenate(edges)
+    return bounds[::2], bounds[1::2]
 
 
 def _find_adjacent_runs(start: Indices, end: Indices, mask: Mask, step: int) -> tuple[Indices, Indices]:
@@ -120,63 +101,38 @@ def label_groups(count: int, first: Indices, second: Indices) -> Indices:
     return numbers[parent]
 
 
-def find_open_components(background: Background, shape: tuple[int, ...], faces: list[tuple[int, int]]) -> Mask:
-    """Return for each component whether it has a voxel in one of the faces, given as by `list_faces`."""
-    (_, height, width), row = shape, background.start // shape[2]
-    first = (row // height, row % height, background.start % width)
-    last = (*first[:2], (background.end - 1) % width)
-    is_open = np.zeros(background.num_components, bool)
+def find_open_components(components: Components, count: int, faces: list[tuple[int, int]]) -> Mask:
+    """Return for each number of a component, from 0, whether it occurs in one of the faces, as by `list_faces`."""
+    is_open = np.zeros(count + 1, bool)
     for axis, side in faces:
-        touches_face = last[axis] == shape[axis] - 1 if side else first[axis] == 0
-        is_open[background.component[touches_face]] = True
+        is_open[components.take(-side, axis)] = True
     return is_open
 
 
-def find_neighbor_labels(labels: Labels, background: Background, num_components: int) -> tuple[Labels, Labels]:
-    """Return the lowest and the highest label in the volume that touch each component, [C] each.
+def find_neighbor_labels(labels: Labels, components: Components, is_candidate: Mask) -> tuple[Labels, Labels]:
+    """Return the lowest and the highest label that touch each component for which `is_candidate` [C] is true, [C] each.
 
     If no label touches a component, the lowest label is the maximum of the data type, and the highest label is 0. If
     the two labels differ, they are those of any two objects that touch the component.
     """
-    lowest, highest = (
-        np.full(num_components, np.iinfo(labels.dtype).max, labels.dtype),
-        np.zeros(num_components, labels.dtype),
-    )
-    flat_labels, (height, width) = labels.reshape(-1), labels.shape[1:]
-    has_previous, has_next = background.start % width > 0, background.end % width > 0
-    for voxels, mask in ((background.start - 1, has_previous), (background.end, has_next)):
-        add_contacts(lowest, highest, background.component[mask], flat_labels[voxels[mask]])
-    # Most components touch several objects along x, so only few voxels remain.
-    background = background.select((lowest >= highest)[background.component])
-    for first_run in range(0, len(background.start), RUNS_PER_STEP):
-        start, end, component = (column[first_run : first_run + RUNS_PER_STEP] for column in background)
-        lengths = end - start
-        voxels = np.arange(lengths.sum()) + np.repeat(start + lengths - np.cumsum(lengths), lengths)
-        y, components = voxels // width % height, np.repeat(component, lengths)
-        for neighbors, mask in (
-            (voxels - width, y > 0),
-            (voxels + width, y < height - 1),
-            (voxels - height * width, voxels >= height * width),
-            (voxels + height * width, voxels < labels.size - height * width),
-        ):
-            add_contacts(lowest, highest, components[mask], flat_labels[neighbors[mask]])
+    lowest = np.full(len(is_candidate), np.iinfo(labels.dtype).max, labels.dtype)
+    highest = np.zeros(len(is_candidate), labels.dtype)
+    is_candidate = is_candidate & (np.arange(len(is_candidate)) > 0)
+    strides = (labels[0].size, labels.shape[2], 1)
+    for z, plane in enumerate(components):
+        voxels = np.flatnonzero(is_candidate[plane])
+        numbers, voxels = plane.ravel()[voxels], voxels + z * plane.size
+        for stride, length in zip(strides, labels.shape, strict=True):
+            position = voxels // stride % length
+            for step, is_inside in ((-stride, position > 0), (stride, position < length - 1)):
+                add_contacts(lowest, highest, numbers[is_inside], labels.ravel()[voxels[is_inside] + step])
+        # Most components touch several objects in one plane.
+        is_candidate &= lowest >= highest
     return lowest, highest
 
 
-def add_contacts(lowest: Labels, highest: Labels, components: Indices, labels: Labels) -> None:
-    """Update the lowest and highest labels [C] with the labels [N] that touch components [N]; 0 is no label."""
-    is_object = labels > 0
-    components, labels = components[is_object], labels[is_object]
-    np.minimum.at(lowest, components, labels)
-    np.maximum.at(highest, components, labels)
-
-
-def fill_components(labels: Labels, background: Background, label_of_component: Labels) -> None:
-    """Fill components of the background in place with their labels [C]; 0 means that a component is not filled."""
-    flat_labels = labels.reshape(-1)
-    run_labels = label_of_component[background.component]
-    filled_runs = np.flatnonzero(run_labels)
-    for start, end, label in zip(
-        background.start[filled_runs], background.end[filled_runs], run_labels[filled_runs], strict=True
-    ):
-        flat_labels[start:end] = label
+def add_contacts(lowest: Labels, highest: Labels, components: Components, labels: Labels) -> None:
+    """Update the lowest and highest labels [C] with the labels that touch components, arrays of the same shape."""
+    is_contact = (components > 0) & (labels > 0)
+    np.minimum.at(lowest, components[is_contact], labels[is_contact])
+    np.maximum.at(highest, components[is_contact], labels[is_contact])

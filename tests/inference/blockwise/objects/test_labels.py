@@ -33,7 +33,7 @@ def test_holes_are_filled_as_in_the_whole_volume(seed: int, tmp_path: Path, monk
     folder = RunFolder(tmp_path)
     for name in ("holes", "records"):
         (tmp_path / name).mkdir()
-    run = SimpleNamespace(plan=SimpleNamespace(layout=layout, size=SHAPE), folder=folder)
+    run = SimpleNamespace(plan=SimpleNamespace(layout=layout, size=tuple(2 * n for n in SHAPE)), folder=folder)
 
     def read_tile(tile: int) -> np.ndarray:
         return labels[to_slices(layout.get_tile(tile))]
@@ -41,7 +41,7 @@ def test_holes_are_filled_as_in_the_whole_volume(seed: int, tmp_path: Path, monk
     monkeypatch.setattr(labels_module, "_read_piece_labels", lambda _run, _tile: None)
     monkeypatch.setattr(labels_module, "_label_pixels", lambda _run, tile, box, _labels: read_tile(tile)[box].copy())
     monkeypatch.setattr(
-        labels_module, "_read_face_labels", lambda _run, tile, axis, side: read_tile(tile).take(side, axis)
+        labels_module, "_read_face_labels", lambda _run, tile, axis, side: read_tile(tile).take(-side, axis)
     )
     for tile in range(layout.total_groups):
         folder.write_record(BlockTask("", "holes", tile), labels_module.find_holes(run, tile))  # type: ignore[arg-type]
@@ -56,8 +56,8 @@ def test_holes_are_filled_as_in_the_whole_volume(seed: int, tmp_path: Path, monk
         for part in (slice(0, 1), slice(1, depth)):
             corner = (part, slice(height), slice(width))
             pixels = found[box][corner]
-            labels_module._fill_tile(run, tile, corner, pixels, numbers)  # type: ignore[arg-type]
+            pixels[...] = labels_module._fill_tile(run, tile, corner, pixels, numbers)  # type: ignore[arg-type]
     assert np.count_nonzero(filled != labels) > 100
     assert np.array_equal(found, numbers[filled])
     hole_voxels = np.bincount(objects, stack_voxels, 4)
-    assert np.array_equal(hole_voxels, np.bincount(filled[labels == 0], minlength=4) * [0, 1, 1, 1])
+    assert np.array_equal(hole_voxels, np.bincount(filled[labels == 0], minlength=4) * [0, 8, 8, 8])

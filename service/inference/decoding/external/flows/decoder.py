@@ -12,7 +12,7 @@ from service.core.types import CancellationCheck, Objects, Segmentation, choose_
 from service.inference.decoding.external.flows.dynamics import Indices, follow_flow, group_targets
 from service.inference.decoding.filters.fill_holes import fill_holes
 from service.inference.decoding.labels import keep_objects
-from service.inference.decoding.streaming import logit
+from service.inference.decoding.pieces import logit
 from service.models.spec_parts import Flows
 
 # Factor by which the network's flows are multiplied in training.
