@@ -98,9 +98,9 @@ def extract_any_size(
 
 
 def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int], int]) -> VolumeLocation:
-    metadata, placement = stack.get_volume_metadata(selection), stack.placement
+    placement = stack.placement
     if placement is not None:
-        return VolumeLocation(placement, *metadata, is_decoded=False)
+        return VolumeLocation(placement, *stack.get_volume_metadata(selection), is_decoded=False)
     placement = Placement.make_dense(stack.dtype, stack.shape)
     with os.fdopen(make_output(placement.nbytes), "r+b", buffering=0) as output:
 
@@ -113,7 +113,8 @@ def _extract(stack: OpenStack, selection: Selection, make_output: Callable[[int]
                 _write_all(output.fileno(), block[index], np.dot((channel, *block_start), placement.strides))
 
         stack.decode(write_block)
-    return VolumeLocation(placement, *metadata, is_decoded=True)
+    # Some notes are known only after decoding.
+    return VolumeLocation(placement, *stack.get_volume_metadata(selection), is_decoded=True)
 
 
 def _read_to_file(path: Path | Store, selection: Selection, max_volume_bytes: int, scratch: Path) -> Volume:

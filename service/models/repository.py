@@ -112,9 +112,8 @@ def select_model(models: Mapping[str, T], name: str | None, default: str | None)
     """
     selected_name = name or default or choose_default_name(models)
     if selected_name not in models:
-        raise UnknownModel(
-            f"There is no model {selected_name!r}; the available models are: {', '.join(models)}.", parameter="model"
-        )
+        subject = f"There is no model {selected_name!r}" if name else f"The default model {selected_name!r} is missing"
+        raise UnknownModel(f"{subject}; the available models are: {', '.join(models)}.", parameter="model")
     return models[selected_name]
 
 

@@ -31,6 +31,9 @@ _TYPE_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 
 _MAX_LAYOUT_VALUE_BYTES = 1024
 # Tags that list the offsets of strips and of tiles.
 _OFFSET_TAGS = frozenset((273, 324))
+# Tags that list the byte counts of strips and of tiles, and the `struct` codes of the types that they can have.
+_BYTE_COUNT_TAGS = frozenset((279, 325))
+_UNSIGNED_CODES = {3: "H", 4: "I", 16: "Q"}
 # `struct` codes of the fields of `DirectoryFormat` by the version in the header: classic TIFF and BigTIFF.
 _DIRECTORY_FORMATS = {42: ("H", "HHI4s", "I"), 43: ("Q", "HHQ8s", "Q")}
 
@@ -42,11 +45,13 @@ class Structure:
     size     size of the file in bytes
     offsets  offsets of the page directories in bytes, in the order of the chain
     layouts  layout key of each page by the offset of its directory; pages with the same key are decoded in the same way
+    byte_counts  stored size in bytes of each page with a single strip or tile by the offset of its directory
     """
 
     size: int
     offsets: tuple[int, ...]
     layouts: dict[int, bytes]
+    byte_counts: dict[int, int]
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
     directory_format, offset = _read_header(stream)
     offsets: list[int] = []
     layouts: dict[int, bytes] = {}
+    byte_counts: dict[int, int] = {}
     distinct_layouts: set[bytes] = set()
     segment_count = 0
     directories = _DirectoryReader(stream, directory_format, size)
@@ -78,7 +84,9 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
             )
         if len(offsets) == max_pages:
             raise TooLarge(f"The file has more than {max_pages} pages. Split it into smaller files.")
-        pattern, next_offset = directories.read(offset, len(offsets))
+        pattern, byte_count, next_offset = directories.read(offset, len(offsets))
+        if byte_count is not None:
+            byte_counts[offset] = byte_count
         layouts[offset] = pattern.layout
         distinct_layouts.add(pattern.layout)
         segment_count += pattern.segment_count
@@ -90,7 +98,7 @@ def scan(stream: BinaryIO, max_pages: int = MAX_PAGES) -> Structure:
         offset = next_offset
     if not offsets:
         raise BadFile("The file is a TIFF without pages. Export the file again.")
-    return Structure(size, tuple(offsets), layouts)
+    return Structure(size, tuple(offsets), layouts, byte_counts)
 
 
 def _read_header(stream: BinaryIO) -> tuple[DirectoryFormat, int]:
@@ -123,6 +131,7 @@ class _DirectoryPattern(NamedTuple):
     bits             the selected bits of the directory
     layout           layout key of the page in `Structure.layouts`
     segment_count    number of strips and tiles
+    byte_count       `struct` code and position in the directory of the byte count of a single strip or tile, or None
     external_values  (tag, position of the offset in the directory, size in bytes) of each value outside the directory
     """
 
@@ -131,6 +140,7 @@ class _DirectoryPattern(NamedTuple):
     bits: int
     layout: bytes
     segment_count: int
+    byte_count: tuple[str, int] | None
     external_values: tuple[tuple[int, int, int], ...]
 
     def matches(self, directory: bytes) -> bool:
@@ -149,8 +159,11 @@ class _DirectoryReader:
         self._stream, self._format, self._size = stream, directory_format, size
         self._last_pattern: _DirectoryPattern | None = None
 
-    def read(self, offset: int, page_index: int) -> tuple[_DirectoryPattern, int]:
-        """Return the pattern of one page and the offset of the next directory, or 0 after the last one."""
+    def read(self, offset: int, page_index: int) -> tuple[_DirectoryPattern, int | None, int]:
+        """Return the pattern of one page, the byte count of its only strip or tile, and the offset of the next page.
+
+        The byte count is None if there are several strips or tiles, and the offset is 0 after the last page.
+        """
         pattern = self._last_pattern
         directory = b"" if pattern is None else self._read_bytes(offset, pattern.length)
         if pattern is None or not pattern.matches(directory):
@@ -159,7 +172,13 @@ class _DirectoryReader:
         else:
             for tag, position, length in pattern.external_values:
                 self._check_value_inside_file(directory, position, length, tag, page_index)
-        return pattern, self._format.offset.unpack_from(directory, len(directory) - self._format.offset.size)[0]
+        byte_count = (
+            None
+            if pattern.byte_count is None
+            else struct.unpack_from(pattern.byte_count[0], directory, pattern.byte_count[1])[0]
+        )
+        next_offset = self._format.offset.unpack_from(directory, len(directory) - self._format.offset.size)[0]
+        return pattern, byte_count, next_offset
 
     def _read_bytes(self, offset: int, length: int) -> bytes:
         """Read `length` bytes, or fewer at the end of the file."""
@@ -195,7 +214,8 @@ class _DirectoryReader:
             self._format.count.size,
         )
         layout, external_values, mask_bytes = [], [], bytearray(b"\xff" * entries_start)
-        segment_count = 0
+        segment_count, byte_count = 0, None
+        byte_order = self._format.count.format[0]
         for start in range(entries_start, len(directory) - offset_bytes, entry.size):
             tag, type_code, value_count, value = entry.unpack_from(directory, start)
             value_position, value_bytes = start + entry.size - offset_bytes, value_count * _TYPE_SIZES.get(type_code, 0)
@@ -203,6 +223,8 @@ class _DirectoryReader:
                 self._check_value_inside_file(directory, value_position, value_bytes, tag, page_index)
                 external_values.append((tag, value_position, value_bytes))
             segment_count += value_count * (tag in _OFFSET_TAGS)
+            if tag in _BYTE_COUNT_TAGS and value_count == 1 and type_code in _UNSIGNED_CODES:
+                byte_count = byte_order + _UNSIGNED_CODES[type_code], value_position
             defines_layout = tag in _LAYOUT_TAGS
             mask_bytes += b"\xff" * (entry.size - offset_bytes) + (b"\xff" if defines_layout else b"\0") * offset_bytes
             if defines_layout:
@@ -216,6 +238,7 @@ class _DirectoryReader:
             int.from_bytes(directory, "little") & mask,
             b"".join(sorted(layout)),
             segment_count,
+            byte_count,
             tuple(external_values),
         )
 

@@ -31,6 +31,18 @@ _MAX_DISTANCE_RATIO = 1000
 # Values of the tag Orientation other than 1, which means that the first row is at the top and the first column at the
 # left.
 _ROTATED_ORIENTATIONS = range(2, 9)
+# Notes by the value of the tag PhotometricInterpretation.
+_VALUE_NOTES = {
+    0: "The image is stored inverted, with 0 as white. The stored values are used: bright areas have low values.",
+    3: "The image has a color palette. The stored values are used instead of the colors.",
+    5: "The samples of the pixels are amounts of inks. The stored values are used: bright areas have low values.",
+    8: "The samples of the pixels are L*, a* and b*. The stored values are used. Only L* represents brightness.",
+    9: "The samples of the pixels are L*, a* and b*. The stored values are used. Only L* represents brightness.",
+    32803: "Neighboring pixels have different colors, because the image is the raw mosaic of a color camera. The stored"
+    " values are used. Save the image as gray or RGB instead.",
+    32844: "The pixels are stored as logarithms of the brightness. The stored values are used.",
+    32845: "The pixels are stored as logarithms of the brightness. The stored values are used.",
+}
 # Names of the position of a plane along each axis, in the `Axes` of an NDTiff and in other files.
 _POSITION_NAMES = {
     "T": ("time", "FrameIndex"),
@@ -294,10 +306,6 @@ def get_page_notes(page: TiffPage) -> tuple[str, ...]:
 def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
     if page.is_reduced and page.subifds is not None:
         return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)
-    if page.photometric == 3:
-        return ("The image has a color palette. The stored values are used instead of the colors.",)
-    if page.photometric == 0:
-        return (
-            "The image is stored inverted, with 0 as white. The stored values are used: bright areas have low values.",
-        )
-    return ()
+    # tifffile reports a missing tag as 0.
+    note = _VALUE_NOTES.get(page.tags.valueof("PhotometricInterpretation", None))
+    return () if note is None else (note,)

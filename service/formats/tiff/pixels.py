@@ -5,6 +5,7 @@ Pages are decoded in as many threads as there are cores. Each thread holds one p
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import threading
@@ -24,9 +25,6 @@ from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
 from service.formats.tiff.planes.stored_image import StoredImage, translate_errors
 
-_STRIP_BYTE_COUNTS_TAG = 279
-_TILE_BYTE_COUNTS_TAG = 325
-
 
 def check_image(image: StoredImage, structure: Structure, layout: Layout, part: StackPart, limit_bytes: int) -> None:
     """Validate every page and offset that decoding uses, before any pixels are read.
@@ -45,6 +43,7 @@ def check_image(image: StoredImage, structure: Structure, layout: Layout, part: 
         )
     for index, page in enumerate(image.pages):
         _check_page(page, index, structure)
+    _check_byte_counts(image, structure)
     # All time points have the same layout, so it is enough to check one.
     if locate(image, layout, replace(part, time=part.time or 0)) is None:
         _check_axes(image, layout)
@@ -64,7 +63,7 @@ def _check_axes(image: StoredImage, layout: Layout) -> None:
 
 def _check_page(page: Page, index: int, structure: Structure) -> None:
     keyframe = get_keyframe(page)
-    if page is keyframe and 0 in _read_byte_counts(keyframe):
+    if structure.byte_counts.get(page.offset) == 0:
         raise BadFile(f"Plane {index} has no pixels in the file: its byte count is 0. Export the file again.")
     if keyframe.is_contiguous:
         if not page.dataoffsets:
@@ -73,20 +72,35 @@ def _check_page(page: Page, index: int, structure: Structure) -> None:
         _check_inside_file(page.dataoffsets[0] + max(keyframe.nbytes, byte_count), structure, index)
         return
     segment_count = math.prod(keyframe.chunked)
-    if min(len(page.dataoffsets), len(page.databytecounts)) < segment_count or 0 in page.dataoffsets[:segment_count]:
+    segments = list(zip(page.dataoffsets, page.databytecounts, strict=False))[:segment_count]
+    if len(segments) < segment_count or not all(map(all, segments)):
         raise BadFile(
             f"Some of the {segment_count} strips or tiles of plane {index} are missing. Export the file again."
         )
     _check_inside_file(max(map(sum, zip(page.dataoffsets, page.databytecounts, strict=False))), structure, index)
 
 
-def _read_byte_counts(page: TiffPage) -> tuple[int, ...]:
-    """Return the byte counts of the strips or tiles as stored in the tag.
+def _check_byte_counts(image: StoredImage, structure: Structure) -> None:
+    """Raise BadFile if an uncompressed plane has fewer bytes than pixels, and other data follows.
 
-    tifffile would replace a count of 0 with the size of the rest of the file.
+    Some programs store byte counts that are too small, although the pixels are complete. Then no other data begins
+    where the pixels should be.
     """
-    tag = page.tags.get(_STRIP_BYTE_COUNTS_TAG) or page.tags.get(_TILE_BYTE_COUNTS_TAG)
-    return () if tag is None else tuple(np.atleast_1d(tag.value).tolist())
+    incomplete_pages = [
+        (index, page)
+        for index, page in enumerate(image.pages)
+        if page.is_contiguous and structure.byte_counts.get(page.offset, page.nbytes) < page.nbytes
+    ]
+    if not incomplete_pages:
+        return
+    starts = sorted({*structure.offsets, *itertools.chain(*(page.dataoffsets for page in image.pages))})
+    for index, page in incomplete_pages:
+        following = starts[bisect.bisect_right(starts, page.dataoffsets[0]) :][:1]
+        if following and following[0] < page.dataoffsets[0] + page.nbytes:
+            raise BadFile(
+                f"Plane {index} is incomplete: it has {structure.byte_counts[page.offset]} of {page.nbytes} bytes."
+                " Export the file again."
+            )
 
 
 def _check_inside_file(end: int, structure: Structure, index: int) -> None:

@@ -25,6 +25,7 @@ from service.formats.tiff.ifd import Structure
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.planes import missing, page_loader
 from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
+from service.formats.tiff.planes.page_names import interpret_page_tags
 from service.formats.tiff.planes.stored_image import (
     DeclaredStack,
     StoredImage,
@@ -44,6 +45,9 @@ from service.formats.tiff.planes.stored_image import (
 )
 
 # tifffile logs defects and works around them. This module rejects files with defects instead.
+# tifffile decodes packed integers of these sizes to wrong numbers.
+_UNSUPPORTED_BITS = range(17, 32)
+
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
 
 
@@ -61,7 +65,10 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
     """
     image = _read_container(tiff, structure, selection)
     if image.metadata_problem and selection.axes is not None:
-        image = _add_details(replace(read_plain_pages(tiff, structure), container=image.container), tiff)
+        plain_image = replace(
+            read_plain_pages(tiff, structure), container=image.container, channel_names=image.channel_names
+        )
+        image = _add_details(plain_image, tiff)
     if not image.is_contiguous:
         image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
     for page in image.keyframes:
@@ -92,7 +99,7 @@ def _add_details(image: StoredImage, tiff: TiffFile) -> StoredImage:
             names = names or metadata.read_channel_names(tiff, kind)
             colors = colors or metadata.read_channel_colors(tiff, kind)
             interval = interval or metadata.find_time_interval(tiff, kind)
-    return replace(image, channel_names=names, colors=colors, time_interval=interval)
+    return replace(image, channel_names=names or image.channel_names, colors=colors, time_interval=interval)
 
 
 def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
@@ -110,8 +117,16 @@ def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) 
     for kind in metadata.CONTAINER_NAMES:
         if getattr(tiff, f"is_{kind}"):
             return _read_with_tifffile(tiff, structure, kind, selection)
-    read_pages = read_micromanager_tags if metadata.has_micromanager_positions(tiff) else read_plain_pages
+    read_pages = read_micromanager_tags if metadata.has_micromanager_positions(tiff) else _read_tagged_pages
     return read_pages(tiff, structure)
+
+
+def _read_tagged_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
+    """Read plain pages, and find out from their tags whether they are channels."""
+    image = read_plain_pages(tiff, structure)
+    names = interpret_page_tags(image.pages)
+    axes = f"C{image.axes[1:]}" if names.are_channels else image.axes
+    return replace(image, axes=axes, channel_names=names.channel_names, metadata_problem=names.problem)
 
 
 def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
@@ -283,6 +298,13 @@ def _check_decodable(page: TiffPage) -> None:
         pixel_type = np.dtype(page.dtype).name if page.dtype is not None else f"{page.bitspersample}-bit"
         raise BadFile(
             f"The pixel type {pixel_type} is not supported. Save the stack as 8-, 16- or 32-bit integers or floats."
+        )
+    is_subsampled = page.compression == 1 and page.is_subsampled
+    if is_subsampled or (page.dtype.kind in "ui" and page.bitspersample in _UNSUPPORTED_BITS):
+        pixel_format = "subsampled colors" if is_subsampled else f"integers of {page.bitspersample} bits"
+        raise BadFile(
+            f"The pages have {pixel_format}, which are not supported. Save the stack as 8-, 16- or 32-bit integers or"
+            " floats."
         )
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)

@@ -39,6 +39,14 @@ _MAX_CHUNKS_PER_SHARD = 2**20
 # Maximum total size of the cached shard indices.
 _MAX_INDEX_BYTES = 2**26
 _MISSING_CHUNK = 2**64 - 1
+# Keys of the metadata of an array in Zarr format 3. Readers must refuse arrays with other keys, unless these say that
+# they can be ignored.
+_V3_KEYS = frozenset(
+    (
+        "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "fill_value", "codecs",
+        "attributes", "storage_transformers", "dimension_names", "consolidated_metadata",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -204,7 +212,7 @@ def _parse_v2(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
         raise BadFile(f"The Zarr array uses filters ({format_names(content['filters'], 'id')}). {CODEC_ADVICE}")
     compressor = None if content["compressor"] is None else check_compressor(content["compressor"]["id"])
     dtype = parse_dtype(content["dtype"])
-    order = range(len(shape)) if content.get("order", "C") == "C" else reversed(range(len(shape)))
+    order = {"C": range(len(shape)), "F": range(len(shape))[::-1]}[content.get("order", "C")]
     codec = ChunkCodec(dtype, tuple(order), compressor)
     return ZarrArray(
         store,
@@ -217,6 +225,7 @@ def _parse_v2(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
 
 
 def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
+    _check_v3_keys(content)
     shape = _parse_lengths(content["shape"])
     if content["chunk_grid"]["name"] != "regular" or content.get("storage_transformers"):
         raise BadFile(f"The Zarr array has an irregular chunk grid or storage transformers. {CODEC_ADVICE}")
@@ -238,6 +247,18 @@ def _parse_v3(store: Store, prefix: str, content: dict[str, Any]) -> ZarrArray:
         sharding,
         tuple(str(name or "") for name in content.get("dimension_names") or ()),
     )
+
+
+def _check_v3_keys(content: dict[str, Any]) -> None:
+    """Raise BadFile if the metadata is not that of an array, or requires an extension of the format."""
+    if content["zarr_format"] != 3 or content["node_type"] != "array":
+        raise BadFile(
+            f"The metadata of a Zarr array describes a node of the type {str(content['node_type'])[:40]!r} in format"
+            f" {str(content['zarr_format'])[:40]}. Copy or export the store again."
+        )
+    for key in sorted(content.keys() - _V3_KEYS):
+        if not isinstance(content[key], dict) or content[key].get("must_understand", True):
+            raise BadFile(f"The Zarr array uses the extension {key[:40]!r}, which is not supported. {CODEC_ADVICE}")
 
 
 def _parse_sharding(codecs: Any, shard_shape: tuple[int, ...]) -> tuple[Sharding, tuple[int, ...], Any]:
@@ -273,10 +294,15 @@ def _parse_lengths(numbers: Any) -> tuple[int, ...]:
 
 
 def _parse_fill_value(value: Any, dtype: np.dtype[Any]) -> Any:
-    """Return the value of voxels in missing chunks. Raises ValueError if it is not a number."""
+    """Return the value of voxels in missing chunks. Raises ValueError if the data type does not contain it."""
     match value:
         case list():
             raise ValueError(value)
         case str() if value.startswith("0x"):
             return np.frombuffer(int(value, 16).to_bytes(dtype.itemsize, "big"), dtype.newbyteorder(">"))[0]
-    return np.array(0 if value is None else value).astype(dtype.newbyteorder("="))[()]
+    number = 0 if value is None else value
+    with np.errstate(invalid="ignore"):
+        fill_value = np.array(number).astype(dtype.newbyteorder("="))[()]
+    if dtype.kind != "f" and fill_value != float(number):
+        raise ValueError(f"fill_value {number!r} for {dtype.name}")
+    return fill_value

@@ -30,6 +30,8 @@ _DECODERS: Mapping[str, Callable[..., Any]] = {
     "zstd": imagecodecs.zstd_decode,
 }
 _NUMCODECS_PREFIX = "numcodecs."
+# Size of the header of a Blosc chunk. Its last four bytes contain the size of the chunk, including the header.
+_BLOSC_HEADER_BYTES = 16
 CODEC_ADVICE = "Save the image again without compression, or with blosc, gzip, zlib, lz4, bz2 or zstd."
 
 
@@ -53,6 +55,8 @@ class ChunkCodec:
         payload = verify_checksum(encoded_chunk, "A chunk") if self.has_checksum else encoded_chunk
         nbytes = math.prod(shape) * self.dtype.itemsize
         content: Any = payload
+        if self.compressor == "blosc":
+            _check_blosc_size(payload)
         if self.compressor is not None:
             content = bytearray(nbytes)
             try:
@@ -63,6 +67,16 @@ class ChunkCodec:
             raise BadFile(f"A chunk of the Zarr array decodes to {len(content)} bytes instead of {nbytes}.")
         stored_pixels = np.frombuffer(content, self.dtype).reshape([shape[axis] for axis in self.order])
         return stored_pixels.transpose(np.argsort(self.order))
+
+
+def _check_blosc_size(payload: bytes) -> None:
+    """Raise BadFile if a Blosc chunk is shorter than its header says. The decoder would read beyond its end."""
+    declared_bytes = int.from_bytes(payload[_BLOSC_HEADER_BYTES - 4 : _BLOSC_HEADER_BYTES], "little")
+    if not _BLOSC_HEADER_BYTES <= declared_bytes <= len(payload):
+        raise BadFile(
+            f"A chunk of the Zarr array is truncated: it has {len(payload)} bytes, but declares {declared_bytes}. Copy"
+            " or export the store again."
+        )
 
 
 def verify_checksum(data: bytes, subject: str) -> bytes:

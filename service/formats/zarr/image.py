@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -37,7 +37,8 @@ _IMAGE_ADVICE = "Choose the folder of a single image, whose metadata contains `m
 class ZarrImage:
     """Full resolution of an OME-Zarr image. `axes` has one letter per stored dimension.
 
-    scenes  names of the images from which one can be selected, as in `Description.scenes`
+    scenes            names of the images from which one can be selected, as in `Description.scenes`
+    metadata_problem  clause that explains why the axes in the metadata cannot be used, or ""
     """
 
     container: str
@@ -49,6 +50,7 @@ class ZarrImage:
     time_interval: TimeInterval | None
     notes: tuple[str, ...]
     scenes: tuple[str, ...] = ()
+    metadata_problem: str = ""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -95,6 +97,7 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             + (_LABEL_NOTE,) * ("image-label" in attributes)
             + (_TRANSLATION_NOTE,) * _has_translation(dataset, multiscale),
             scenes if len(scenes) > 1 else (),
+            _find_order_problem(letters, array.dimension_names),
         )
 
 
@@ -187,6 +190,17 @@ def _parse_axes(metadata: Any, dimension_count: int) -> tuple[str, list[str]]:
     if len(letters) != dimension_count:
         raise BadFile(f"The OME metadata has {len(letters)} axes, but the array has {dimension_count} dimensions.")
     return letters, units
+
+
+def _find_order_problem(letters: str, dimension_names: Sequence[str]) -> str:
+    """Return a clause that explains why the axes cannot be used if the array names them in another order, or ""."""
+    names = [name.upper() for name in dimension_names]
+    if names == list(letters) or sorted(names) != sorted(letters):
+        return ""
+    return (
+        f"the OME metadata lists the axes {','.join(letters).lower()}, but the array names its dimensions"
+        f" {','.join(names).lower()}"
+    )
 
 
 def _parse_scale(dataset: dict[str, Any], multiscale: dict[str, Any], dimension_count: int) -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class ZarrStack(OpenStack):
     """An OME-Zarr image with its axes and the selected part."""
 
     image: ZarrImage
+    _missing_chunks: set[ChunkIndex] = field(default_factory=set)
 
     @property
     def colors(self) -> tuple[str, ...]:
@@ -54,6 +55,18 @@ class ZarrStack(OpenStack):
     def scenes(self) -> tuple[str, ...]:
         """Names of the images of a collection."""
         return self.image.scenes
+
+    def list_notes(self, selection: Selection) -> tuple[str, ...]:
+        """Return notes for the user, including the number of missing chunks after the selection was decoded."""
+        notes = super().list_notes(selection)
+        if not self._missing_chunks:
+            return notes
+        chunk_count = math.prod(len(indices) for indices in self._selected_chunks)
+        return (
+            *notes,
+            f"{len(self._missing_chunks)} of {chunk_count} chunks of the selection are not stored, and were read as the"
+            f" fill value {self.image.array.fill_value}. If the store was not copied completely, copy it again.",
+        )
 
     def describe(self, selection: Selection) -> Description:
         """Describe the image and the selected part. Raises BadFile if the array does not have a single chunk."""
@@ -185,6 +198,7 @@ class ZarrStack(OpenStack):
             min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunk_shape, strict=True)
         )
         if encoded_chunk is None:
+            self._missing_chunks.add(chunk_index)
             chunk: Array = np.broadcast_to(array.fill_value, inner_shape)
         else:
             chunk = array.codec.decode(encoded_chunk, array.chunk_shape)
@@ -204,7 +218,7 @@ def open_stack(store: Store, selection: Selection, limit_bytes: int | None) -> Z
     `limit_bytes` is None if the part is read region by region, so that its size and its number of chunks do not matter.
     """
     image = find_image(store, selection.scene)
-    layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes)
+    layout = axes.resolve_axes(image.axes, image.array.shape, selection.axes, image.metadata_problem)
     channel_names = axes.match_channels(image.channel_names, layout.get_length("C") * layout.get_length("S"))
     stack = ZarrStack(image, layout, axes.select_part(layout, channel_names, selection), channel_names)
     if limit_bytes is not None:

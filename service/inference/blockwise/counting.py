@@ -19,7 +19,7 @@ from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.preprocessing.empty_windows import IntensitySurvey, compute_sample_step, survey_box
-from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
+from service.inference.preprocessing.normalize import VolumeChannel, find_intensities, replace_missing
 from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, make_sortable_keys
 from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
@@ -110,7 +110,9 @@ def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
         # In the first round, the substitute for non-finite pixels is not known yet.
         is_substitute_known = round_number or counting_plan.dtype.kind != "f"
         finite_pixels = (
-            replace_nonfinite(channel, request["substitute"]) if is_substitute_known else channel[np.isfinite(channel)]
+            replace_missing(channel, request["substitute"])
+            if is_substitute_known
+            else channel[find_intensities(channel)]
         )
         digit_counts = count_digits([finite_pixels], request["shift"], frozenset(request["prefixes"]))
         results |= {f"counts-{index}-{request['shift']}-{prefix}": counts for prefix, counts in digit_counts.items()}
@@ -131,11 +133,11 @@ def _survey_part(run: OpenRun, counting_plan: CountingPlan, pixels: Array, box: 
 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
-    """Return the number of non-finite pixels of each channel, and the minimum of its finite pixels."""
-    is_finite = np.isfinite(pixels)
+    """Return the number of missing pixels of each channel, and the minimum of its intensities."""
+    is_intensity = find_intensities(pixels)
     return {
-        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_finite]),
-        "minima": pixels.min((1, 2, 3), where=is_finite, initial=np.inf),
+        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_intensity]),
+        "minima": pixels.min((1, 2, 3), where=is_intensity, initial=np.inf),
     }
 
 
@@ -205,7 +207,7 @@ class Counts:
 
     def get_intensity_survey(self) -> IntensitySurvey:
         """Return the intensity survey that is used to find empty windows."""
-        return IntensitySurvey(self.window_maxima, tuple(sample[np.isfinite(sample)] for sample in self._samples))
+        return IntensitySurvey(self.window_maxima, tuple(sample[find_intensities(sample)] for sample in self._samples))
 
 
 class MissingCounts(Exception):

@@ -20,7 +20,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
-from service.inference.preprocessing.normalize import VolumeChannel, replace_nonfinite
+from service.inference.preprocessing.normalize import VolumeChannel, find_intensities, replace_missing
 from service.inference.preprocessing.percentiles import has_one_value
 from service.inference.types import Plan, SkippedWindows
 from service.inference.windows.blending import Blending, BlendingSetup
@@ -177,7 +177,7 @@ def survey_intensities(volume: Volume, grid: Grid) -> IntensitySurvey:
         sample, z = list[NDArray[Any]](), 0
         for block in VolumeChannel(volume, index):
             sampled_pixels = block[:, ::step, ::step].ravel()
-            sample.append(sampled_pixels[np.isfinite(sampled_pixels)])
+            sample.append(sampled_pixels[find_intensities(sampled_pixels)])
             _update_window_maxima(window_maxima, block, z, spans)
             z += len(block)
         samples.append(np.concatenate(sample))
@@ -223,7 +223,7 @@ def _update_window_maxima(
 ) -> None:
     """Update the maxima of the windows, `window_maxima` [z, y, x], with a block of planes that begins at `z`."""
     planes, rows, columns = spans
-    block = replace_nonfinite(block, -math.inf if block.dtype.kind == "f" else None)
+    block = replace_missing(block, -math.inf if block.dtype.kind == "f" else None)
     if has_one_value(block):
         plane_maxima = np.broadcast_to(block[:, :1, :1], (len(block), len(rows), len(columns)))
     else:

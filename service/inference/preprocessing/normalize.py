@@ -35,11 +35,13 @@ _DTYPES_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, 
 # Maximum magnitude of normalized values. If almost all pixels are equal, a single hot pixel would otherwise become
 # infinite and affect the whole window.
 MAX_MAGNITUDE = 1e6
+# Floats from this magnitude on are not intensities, but values for missing data: the largest float32, 9.97e36 (netCDF).
+NO_DATA_MAGNITUDE = 1e36
 
 
 @dataclass(frozen=True)
 class VolumeChannel:
-    """One channel of a volume, read in blocks of planes. NaN and infinity become `substitute` unless it is None."""
+    """One channel of a volume, read in blocks of planes. Missing pixels become `substitute` unless it is None."""
 
     volume: Volume
     index: int
@@ -57,7 +59,7 @@ class VolumeChannel:
         _, depth, height, width = self.volume.shape
         step = max(BLOCK_VOXELS // (height * width), 1)
         for z0 in range(0, depth, step):
-            yield replace_nonfinite(self.volume.read(z0, min(z0 + step, depth))[self.index], self.substitute)
+            yield replace_missing(self.volume.read(z0, min(z0 + step, depth))[self.index], self.substitute)
 
 
 class DevicePixels(Protocol):
@@ -80,16 +82,22 @@ class DeviceChannel(VolumeChannel):
         return {0: self.device_pixels.compute_histogram(self.index)}
 
 
-def replace_nonfinite(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with NaN and infinity replaced with `substitute`. If that is None, return them unchanged."""
-    return pixels if substitute is None else np.where(np.isfinite(pixels), pixels, pixels.dtype.type(substitute))
+def find_intensities(pixels: Array) -> NDArray[np.bool_]:
+    """Return which pixels are intensities, instead of NaN, infinite or a value for missing data."""
+    can_have_values_for_missing_data = pixels.dtype.kind == "f" and pixels.dtype.itemsize > 2
+    return np.abs(pixels) < NO_DATA_MAGNITUDE if can_have_values_for_missing_data else np.isfinite(pixels)
+
+
+def replace_missing(pixels: Array, substitute: float | None) -> Array:
+    """Return the pixels with all that are not intensities replaced with `substitute`, or unchanged if that is None."""
+    return pixels if substitute is None else np.where(find_intensities(pixels), pixels, pixels.dtype.type(substitute))
 
 
 @dataclass(frozen=True)
 class IntensityScaling:
     """Mapping of x to (x - offset) / scale, clipped to [minimum, maximum]. A scale of 0 maps all pixels to 0.
 
-    NaN and infinity are replaced with `substitute`; None means that all pixels are finite.
+    Missing pixels are replaced with `substitute`; None means that all pixels are intensities.
     """
 
     offset: float
@@ -105,7 +113,7 @@ class IntensityScaling:
 
     def apply(self, pixels: Array) -> NDArray[np.float32]:
         """Return the scaled pixels in a new float32 array. `pixels` may have any dtype and shape."""
-        pixels = replace_nonfinite(pixels, self.substitute)
+        pixels = replace_missing(pixels, self.substitute)
         if self.scale == 0 or not np.isfinite((self.offset, self.scale)).all():
             return np.zeros(pixels.shape, np.float32)
         dtype = np.float64 if pixels.dtype.itemsize > 4 or pixels.dtype in (np.int32, np.uint32) else np.float32
@@ -237,24 +245,29 @@ def normalize_volume(
 ) -> tuple[NormalizedImage, tuple[str, ...]]:
     """Return the volume with each channel normalized over the whole volume, and notes for the user.
 
-    If `device_pixels` is specified, histograms are computed and pixels are scaled on its device. NaN and infinite
-    pixels are replaced with the lowest finite value. A constant channel becomes zeros. Raises BadFile if a channel has
-    no finite pixel.
+    If `device_pixels` is specified, histograms are computed and pixels are scaled on its device. NaN, infinite pixels
+    and values for missing data are replaced with the lowest intensity. A constant channel becomes zeros. Raises BadFile
+    if a channel has no intensities.
     """
     scalings, num_replaced = [], 0
     for index in range(volume.shape[0]):
-        substitute, num_nonfinite = _find_substitute(VolumeChannel(volume, index))
+        substitute, num_missing = _find_substitute(VolumeChannel(volume, index))
         channel: Channel = VolumeChannel(volume, index, substitute)
         if device_pixels is not None:
             channel = DeviceChannel(volume, index, device_pixels=device_pixels)
         scalings.append(replace(fit_scaling(channel, spec.input.get_normalization(index)), substitute=substitute))
-        num_replaced += num_nonfinite
+        num_replaced += num_missing
     return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(num_replaced)
 
 
 def describe_replaced_pixels(count: int) -> tuple[str, ...]:
     """Return a note for the user about the number of replaced pixels; empty if no pixels were replaced."""
-    return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
+    if not count:
+        return ()
+    return (
+        f"{count} pixels that are NaN or infinite, or have a value for missing data such as 3.4e+38, were replaced with"
+        " the lowest finite intensity.",
+    )
 
 
 def normalize_channel(pixels: Array, normalisation: Normalization) -> NDArray[np.float32]:
@@ -289,34 +302,38 @@ def _compute_mean_and_std(channel: Channel) -> tuple[float, float]:
 
 
 def _find_substitute(channel: Channel) -> tuple[float | None, int]:
-    """Return the lowest finite value and the number of NaN and infinite pixels; None and 0 if all pixels are finite.
+    """Return the lowest intensity and the number of missing pixels; None and 0 if all pixels are intensities.
 
-    Raises BadFile if no pixel is finite.
+    Raises BadFile if no pixel is an intensity.
     """
-    if channel.dtype.kind != "f" or _has_finite_sums(channel):
+    if channel.dtype.kind != "f" or _has_small_sums(channel):
         return None, 0
-    minimum, num_nonfinite = np.inf, 0
+    minimum, num_missing = np.inf, 0
     for block in channel:
-        is_finite = np.isfinite(block)
-        num_nonfinite += block.size - int(np.count_nonzero(is_finite))
-        minimum = min(minimum, float(block.min(where=is_finite, initial=np.inf)))
-    return choose_substitute(minimum, num_nonfinite, channel.size), num_nonfinite
+        is_intensity = find_intensities(block)
+        num_missing += block.size - int(np.count_nonzero(is_intensity))
+        minimum = min(minimum, float(block.min(where=is_intensity, initial=np.inf)))
+    return choose_substitute(minimum, num_missing, channel.size), num_missing
 
 
-def choose_substitute(minimum: float, num_nonfinite: int, num_pixels: int) -> float | None:
-    """Return the replacement for NaN and infinite pixels, which is the finite `minimum`; None if all pixels are finite.
+def choose_substitute(minimum: float, num_missing: int, num_pixels: int) -> float | None:
+    """Return the replacement for missing pixels, the lowest intensity `minimum`; None if all pixels are intensities.
 
-    Raises BadFile if none of the `num_pixels` pixels of the channel is finite.
+    Raises BadFile if all of the `num_pixels` pixels of the channel are missing.
     """
-    if num_nonfinite == num_pixels:
-        raise BadFile("All pixels are NaN or infinite. Export the file again, or select another channel.")
-    return minimum if num_nonfinite else None
+    if num_missing == num_pixels:
+        raise BadFile(
+            "All pixels are NaN or infinite, or have a value for missing data. Export the file again, or select another"
+            " channel."
+        )
+    return minimum if num_missing else None
 
 
-def _has_finite_sums(blocks: Iterable[Array]) -> bool:
-    """Return whether the sum of every block is finite.
+def _has_small_sums(blocks: Iterable[Array]) -> bool:
+    """Return whether the sums of all blocks are small enough for all pixels to be intensities.
 
-    A single NaN or infinity makes the sum nonfinite. A sum of finite values may also overflow.
+    A single NaN or infinity makes the sum nonfinite, and a value for missing data makes it large. The sum of many
+    intensities may be large as well.
     """
     with np.errstate(over="ignore", invalid="ignore"):
-        return all(np.isfinite(block.sum(dtype=np.float64)) for block in blocks)
+        return all(abs(block.sum(dtype=np.float64)) < NO_DATA_MAGNITUDE for block in blocks)

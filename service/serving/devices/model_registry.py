@@ -41,6 +41,7 @@ class ModelRegistry:
     specs           specs of the readable models, by name
     spec_json       the specs as JSON, by name; equal specs have equal JSON
     startup_models  names of the models to load at startup
+    default_name    name of the model for requests that do not specify one; it does not change while the service runs
     """
 
     def __init__(self, settings: Models, devices: Sequence[Device], trained_folder: Path | None = None) -> None:
@@ -53,10 +54,12 @@ class ModelRegistry:
         self.spec_json: Mapping[str, str] = {}
         self.specs: Mapping[str, ModelSpec] = {}
         self.startup_models: tuple[str, ...] = ()
+        self.default_name = settings.default or ""
 
     def read_repository(self) -> None:
         """Read all model files. A model that cannot be read counts as failed; the other models are served."""
         self._serve(read_models(self._folders, self._trained_folder))
+        self.default_name = self._settings.default or repository.choose_default_name(self._states)
         startup_names = self._choose_startup_names(self._states)
         self.startup_models = tuple(name for name in self.specs if name in startup_names)
         for name in sorted(startup_names - self._states.keys()):
@@ -187,19 +190,11 @@ class ModelRegistry:
         """Return the names of the models to load at startup, including configured names that are not in `names`."""
         if self._settings.load == "all":
             return frozenset(names)
-        return frozenset({*self._settings.load, self._choose_default_name(names)})
-
-    def _choose_default_name(self, names: Collection[str]) -> str:
-        return self._settings.default or repository.choose_default_name(names)
+        return frozenset({*self._settings.load, self.default_name})
 
     @property
     def _caches(self) -> list[ModelCache[DeviceModel]]:
         return [device.scheduler.models.cache for device in self._devices]
-
-    @property
-    def default_name(self) -> str:
-        """Name of the model for requests that do not specify one."""
-        return self._choose_default_name(self._states)
 
     def list_states(self) -> tuple[ModelState, ...]:
         """Return the states of all models, ordered by name."""
@@ -210,11 +205,11 @@ class ModelRegistry:
 
         Raises UnknownModel.
         """
-        return self._add_device_state(repository.select_model(self._states, name, self._settings.default))
+        return self._add_device_state(repository.select_model(self._states, name, self.default_name))
 
     def get_servable_spec(self, name: str | None) -> ModelSpec:
         """Return the spec of a model, which may still be loading. Raises UnknownModel and BrokenModel."""
-        state = repository.select_model(self._states, name, self._settings.default)
+        state = repository.select_model(self._states, name, self.default_name)
         # This runs for every request, so the state is determined only if the model is not loaded.
         if self.get_loaded_model(state.name) is None:
             state = self._add_device_state(state)
@@ -268,7 +263,8 @@ class ModelRegistry:
 
     def _describe_problem(self, name: str) -> str:
         if name not in self._states:
-            return f"models.load or models.default specifies {name}, but the repository has no such model."
+            reason = "the default model" if name == self.default_name else "specified in models.load"
+            return f"{name} is {reason}, but the repository has no such model."
         # Health checks need no API key, so they must not show the problem, which may contain paths.
         return f"{name} cannot be used. GET /models and the log show the reason."
 

@@ -73,16 +73,22 @@ def test_few_bright_pixels_on_a_flat_background_stay_visible():
     assert (values[2, 3, 4], np.count_nonzero(values)) == (1, 1)
 
 
-def test_nan_and_infinity_are_replaced_with_the_lowest_finite_value(bands):
-    pixels = make_pixels("float32")[None]
+# The last ones are values for missing data of ITK and GDAL, netCDF, and programs that round them.
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "missing",
+    [(np.nan, np.inf, -np.inf, np.nan), (-np.finfo(np.float32).max, np.finfo(np.float32).max, 9.96921e36, -3.4e38)],
+)
+def test_pixels_without_intensities_are_replaced_with_the_lowest_intensity(bands, missing, dtype):
+    pixels = make_pixels(dtype)[None]
     clean = pixels.copy()
-    pixels[0, 0, 0, :4] = np.nan, np.inf, -np.inf, np.nan
-    lowest = pixels[np.isfinite(pixels)].min()
+    pixels[0, 0, 0, :4] = missing
+    lowest = pixels[np.abs(pixels) < 1e30].min()
     clean[0, 0, 0, :4] = lowest
     actual = prepare(Volume.from_array(pixels), bands)
     expected = prepare(Volume.from_array(clean), bands).image.to_tensor()
     np.testing.assert_array_equal(actual.image.to_tensor().numpy(), expected.numpy())
-    assert actual.notes == ("4 NaN or infinite pixels were replaced with the lowest finite intensity.",)
+    assert [note.split(" or infinite")[0] for note in actual.notes] == ["4 pixels that are NaN"]
 
 
 def test_a_channel_of_only_nan_is_rejected(bands):

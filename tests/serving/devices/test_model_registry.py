@@ -9,7 +9,7 @@ from fakes import FakeSegmenter, FakeSegmenterFactory, close_gate, wait_until
 from runtimes import get_loaded_segmenter, run_runtime, settings
 
 from service.core.config import Settings
-from service.core.errors import BrokenModel, NotReady
+from service.core.errors import BrokenModel, NotReady, UnknownModel
 
 
 def test_models_become_ready_after_startup(bands_repository: Path, tmp_path: Path) -> None:
@@ -61,3 +61,23 @@ def test_model_of_the_operator_takes_precedence_over_a_trained_model(bands_repos
             assert state.spec is not None
             assert state.spec.folder.parent == bands_repository
             assert runtime.models.reload().broken == {}
+
+
+def test_default_model_does_not_change_while_the_service_runs(bands_repository: Path, tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    shutil.copytree(bands_repository / "bands", models / "bands")
+    with run_runtime(settings(models, tmp_path)) as runtime:
+        wait_until(lambda: runtime.list_unready_reasons() == ())
+        for name in ("atoms", "nuclei"):
+            shutil.copytree(bands_repository / "bands", models / name)
+            model_file = models / name / "model.yaml"
+            model_file.write_text(model_file.read_text().replace("name: bands", f"name: {name}"))
+        assert runtime.models.reload().added == ["atoms", "nuclei"]
+        assert runtime.models.get_spec(None).name == "bands"
+
+        shutil.rmtree(models / "bands")
+        assert runtime.models.reload().removed == ["bands"]
+
+        with pytest.raises(UnknownModel, match="default model 'bands' is missing; the available models are: atoms, nu"):
+            runtime.models.get_spec(None)
+        assert runtime.list_unready_reasons() == ("bands is the default model, but the repository has no such model.",)

@@ -102,7 +102,7 @@ def read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
     In whole-slide images, the largest image is used. The other pages are overviews.
     """
     planes = page_loader.find_planes(tiff, structure)
-    if not tiff.is_svs:
+    if not (tiff.is_svs or tiff.is_qpi):
         page_loader.require_same_format(planes)
     groups = [tuple(group) for group in page_loader.group_by_format(planes).values()]
     pages = max(groups, key=lambda group: len(group) * _count_pixels(get_keyframe(group[0])))

@@ -1,0 +1,101 @@
+"""Refuse planes whose pixels are incomplete or cannot be decoded correctly, instead of reading other bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from pixels import noise
+
+from service.core.errors import BadFile
+from service.core.types import Selection
+from service.formats import stack_reader
+
+LIMIT = 2**28
+STACK = noise(4, 16, 20)
+
+
+def write_pages(path: Path, changed_tags: Mapping[int, Mapping[str, Any]], **options: Any) -> Path:
+    """Write one page per plane of `STACK`, and change tags by the index of the page."""
+    with tifffile.TiffWriter(path) as writer:
+        for plane in STACK:
+            writer.write(plane, photometric="minisblack", metadata=None, contiguous=False, **options)
+    with tifffile.TiffFile(path, mode="r+b") as tiff:
+        for index, tags in changed_tags.items():
+            for name, value in tags.items():
+                tiff.pages[index].tags[name].overwrite(value)
+    return path
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_plane_with_too_few_bytes_is_rejected_if_other_data_follows(index: int, tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", {})
+    with tifffile.TiffFile(path, mode="r+b") as tiff:
+        page = tiff.pages[index]
+        page.tags["StripOffsets"].overwrite(page.dataoffsets[0] + 40)
+        page.tags["StripByteCounts"].overwrite(page.nbytes - 40)
+
+    # Nothing follows the last plane.
+    message = f"Plane {index} is incomplete: it has 600 of 640 bytes" if index < 3 else "truncated: plane 3"
+    with pytest.raises(BadFile, match=message):
+        stack_reader.inspect(path, Selection(), LIMIT)
+
+
+def test_wrong_byte_counts_of_complete_planes_are_ignored(tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", {index: {"StripByteCounts": 320 + index} for index in range(4)})
+
+    np.testing.assert_array_equal(stack_reader.read(path, Selection(), LIMIT).read_all()[0], STACK)
+
+
+@pytest.mark.parametrize("index", [0, 2])
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [(0, {}), (0, {"compression": "zlib"}), ([0, 40, 40, 40], {"compression": "zlib", "rowsperstrip": 4})],
+)
+def test_plane_without_bytes_is_not_filled_with_zeros(
+    index: int, counts: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_pages(tmp_path / "a.tif", {index: {"StripByteCounts": counts}}, **options)
+
+    with pytest.raises(BadFile, match=rf"byte count is 0|strips or tiles of plane {index} are missing"):
+        stack_reader.inspect(path, Selection(), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("tags", "message"),
+    [
+        ({"ImageWidth": 10, "BitsPerSample": 24}, "integers of 24 bits"),
+        ({"ImageWidth": 16, "BitsPerSample": 20}, "integers of 20 bits"),
+    ],
+)
+def test_packed_integers_of_more_than_16_bits_are_rejected(tags: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", dict.fromkeys(range(4), tags))
+
+    with pytest.raises(BadFile, match=message):
+        stack_reader.inspect(path, Selection(), LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("photometric", "note"),
+    [(0, "stored inverted"), (1, ""), (32803, "raw mosaic of a color camera"), (32844, "logarithms"), (None, "")],
+)
+def test_pixels_that_are_not_brightness_are_noted(photometric: int | None, note: str, tmp_path: Path) -> None:
+    tags = {} if photometric is None else {"PhotometricInterpretation": photometric}
+    path = write_pages(tmp_path / "a.tif", dict.fromkeys(range(4), tags))
+    if photometric is None:
+        # Give the tag another number. A missing tag is not a statement about the pixels.
+        with tifffile.TiffFile(path) as tiff:
+            positions = [page.tags["PhotometricInterpretation"].offset for page in tiff.pages]
+        content = bytearray(path.read_bytes())
+        for position in positions:
+            content[position : position + 2] = (263).to_bytes(2, "little")
+        path.write_bytes(content)
+
+    notes = [text for text in stack_reader.inspect(path, Selection(), LIMIT).notes if "stored" in text]
+
+    assert len(notes) == bool(note)
+    assert note in " ".join(notes)
