@@ -101,7 +101,11 @@ def test_archive_of_a_batch_contains_the_corrected_time_points(nuclei: LiveServe
     original, table = read_archive(page)
     before = read_series(table)
     page.get_by_role("button", name="Open: series.tif").click()
+    open_correct_tab(page)
+    panel = page.get_by_role("tabpanel", name="Correct")
+    expect(panel).to_contain_text("These are the labels of time point 1")
     page.get_by_role("button", name="Next time point").click()
+    expect(panel).to_contain_text("These are the labels of time point 2")
     largest = int(np.argmax(np.bincount(original[1].ravel())[1:])) + 1
     delete_object(page, central_voxel(original[1], largest))
     # Draw an object in the empty place of the deleted one. Its number must not be that of a track.
