@@ -77,6 +77,7 @@ def find_holes(run: OpenRun, tile: int) -> dict[str, Any]:
     """
     layout, labels = run.plan.layout, _label_pixels(run, tile, _ALL, _read_piece_labels(run, tile))
     components, count = number_background(labels)
+    faces = take_faces(components)
     neighbors = {(axis, side): _get_neighbor(layout, tile, axis, side) for axis in range(3) for side in (0, 1)}
     outer_faces = [face for face in list_faces(layout.size) if neighbors[face] is None]
     is_open = find_open_components(components, count, outer_faces)
@@ -84,10 +85,10 @@ def find_holes(run: OpenRun, tile: int) -> dict[str, Any]:
     for (axis, side), neighbor in neighbors.items():
         if neighbor is not None:
             neighbor_labels = _read_face_labels(run, neighbor, axis, 1 - side)
-            add_contacts(lowest, highest, components.take(-side, axis), neighbor_labels)
+            add_contacts(lowest, highest, faces[f"face-{axis}-{side}"], neighbor_labels)
     stack_voxels = count_stack_voxels(run, layout.get_tile(tile), components, count)
     arrays = {"lowest": lowest, "highest": highest, "is_open": is_open, "stack_voxels": stack_voxels}
-    run.folder.write_arrays(f"holes/{tile}.npz", arrays | take_faces(components))
+    run.folder.write_arrays(f"holes/{tile}.npz", arrays | faces)
     return {"components": count + 1, **write_pixels(run, f"holes/{tile}.raw", components)}
 
 
