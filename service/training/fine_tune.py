@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 
 # Minimum fraction of the requested time that is spent on steps, no matter how long preparing and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
-MIN_STEPS = 4
+# Number of times that parts are scored after the last step: to choose the weights, and for the final comparison.
+FINAL_SCORING_COUNT = 3
 # Maximum number of steps if the time is limited.
 MAX_STEPS = 10_000
 # Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.
@@ -181,13 +181,11 @@ def _make_scored_trainer(
     log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())
     minutes = settings.training.minutes
     if minutes is not None:
-        seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
-        used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
+        used_seconds = time.monotonic() - start_time + FINAL_SCORING_COUNT * scoring_seconds
         seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
         max_steps = min(settings.training.steps, _limit_steps(parts, draft, task.base))
-        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), max_steps)
-        log.info("a step takes %.2f s; %d of at most %d steps are planned", seconds_per_step, step_count, max_steps)
-        options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
+        log.info("training for at most %d steps, or %.0f s", max_steps, seconds)
+        options = {"steps": max_steps, "every": -(-max_steps // VALIDATION_COUNT), "minutes": seconds / 60}
         settings = override_settings(settings, "training", options)
     del probe_trainer
     trainer = make_trainer(settings, task.output_folder, dtype)

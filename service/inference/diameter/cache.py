@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from service.core.buffers import LARGE_ARRAY_BYTES
+from service.core.quantities import Diameter
 from service.core.types import Volume
 from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.types import DiameterEstimate
@@ -25,14 +26,19 @@ class DiameterCache:
     """
 
     def __init__(self) -> None:
-        self._estimates: OrderedDict[bytes, DiameterEstimate] = OrderedDict()
+        self._estimates: OrderedDict[tuple[bytes, Diameter | None], DiameterEstimate] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, volume: Volume, estimate: Callable[[], DiameterEstimate]) -> DiameterEstimate:
-        """Return the cached estimate for the same pixels and voxel size, or call `estimate` and cache its result."""
+    def get(
+        self, volume: Volume, default: Diameter | None, estimate: Callable[[], DiameterEstimate]
+    ) -> DiameterEstimate:
+        """Return the cached estimate for the same pixels, voxel size and default diameter.
+
+        If there is none, call `estimate` and cache its result.
+        """
         if volume.nbytes > LARGE_ARRAY_BYTES:
             return estimate()
-        key = _hash_volume(volume)
+        key = _hash_volume(volume), default
         with self._lock:
             if key in self._estimates:
                 self._estimates.move_to_end(key)

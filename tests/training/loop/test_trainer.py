@@ -182,6 +182,32 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
 
 
 @pytest.mark.parametrize(
+    ("durations", "step_count"),
+    [([0.5] * 12, 12), ([2.0] * 6, 6), ([3.0] * 2 + [0.25] * 10, 12), ([0.5] * 6 + [3.0] * 3, 9)],
+    ids=["idle", "busy", "busy at first", "busy later"],
+)
+def test_learning_rate_decays_before_the_steps_or_the_time_are_used_up(
+    pair: Pair, tmp_path: Path, durations: list[float], step_count: int
+) -> None:
+    trainer = make_trainer(pair, tmp_path, steps=12, minutes=0.2)
+    remaining_durations, rates, seconds = iter(durations), [], [100.0]
+
+    def finish_step(_: Trainer) -> None:
+        if trainer.state.step > len(rates):
+            rates.append(trainer._optimizer.param_groups[0]["lr"])
+            seconds.append(seconds[-1] + next(remaining_durations))
+
+    trainer.clock, trainer.on_progress = lambda: seconds[-1], finish_step
+    trainer.run()
+    fractions = [max(step / 12, (time - 100) / 12) for step, time in enumerate(seconds)]
+    assert len(rates) == trainer.state.step == step_count
+    assert rates == pytest.approx([trainer.plan.get_learning_rate(fraction) for fraction in fractions[:-1]])
+    assert rates[-1] < 0.25 * max(rates)
+    assert trainer.state.curve[-1][0] == step_count
+    assert trainer.state.seconds == pytest.approx(sum(durations))
+
+
+@pytest.mark.parametrize(
     ("scores", "expected"), [((0.6, 0.3, 0.7), 0.5), ((0.1, 0.3, 0.7), 1.0), ((0.1, 0.7, 0.3), 0.75)]
 )
 def test_weights_change_only_as_far_as_the_scores_require(
