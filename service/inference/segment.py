@@ -18,7 +18,6 @@ from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
 from service.inference.diameter.advice import MIN_CORRECTION_GAIN, Evidence, find_diameter_correction
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
-from service.inference.diameter.measurement import measure_diameter
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
@@ -192,11 +191,8 @@ def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest
 
 def _get_diameter_estimate(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
     """Return the estimate of the object diameter, from the cache if the same pixels have been segmented before."""
-    runner, volume, default = call.runner, call.volume, _get_compared_default(call.runner.spec, call.options, plan)
-    score_windows = runner.make_window_scorer(plan, call.callbacks.probe)
-    return runner.diameter_cache.get(
-        volume, default, lambda: measure_diameter(image, volume, runner.spec, score_windows, default)
-    )
+    runner, default = call.runner, _get_compared_default(call.runner.spec, call.options, plan)
+    return runner.diameter_cache.get(image, call.volume, runner.make_window_scorer(plan, call.callbacks.probe), default)
 
 
 def _get_compared_default(spec: ModelSpec, options: Options, plan: Plan) -> Diameter | None:
@@ -311,7 +307,7 @@ def estimate_diameter(
         if image is not None:
             score_windows = runner.make_window_scorer(plan, callbacks.probe)
             default = _get_compared_default(runner.spec, options, plan)
-            return measure_diameter(image, volume, runner.spec, score_windows, default)
+            return runner.diameter_cache.measure(image, volume, score_windows, default)
         source, _notes = normalize_volume(volume, runner.spec)
         return _get_diameter_estimate(_Call(runner, volume, options, callbacks, Stages()), source, plan)
 

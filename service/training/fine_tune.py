@@ -194,7 +194,7 @@ def _make_scored_trainer(
     if task.resumes:
         trainer.resume()
     report({"stage": "learning", "steps": trainer.plan.steps})
-    trainer.on_progress = _ProgressReporter(report)
+    trainer.on_progress = _ProgressReporter(report, trainer.plan.steps)
     return trainer, before
 
 
@@ -236,10 +236,11 @@ def _read_base_sample(base: ModelSpec | None, draft: ModelSpec) -> SampleSource 
 
 
 class _ProgressReporter:
-    """A callback that reports the progress of a trainer."""
+    """A callback that reports the progress of a trainer, and how many steps are likely to be done at the end."""
 
-    def __init__(self, report: ProgressCallback) -> None:
-        self._report, self._reported_validation_count, self._reported_step = report, 0, 0
+    def __init__(self, report: ProgressCallback, expected_step_count: int) -> None:
+        self._report, self._expected_step_count = report, expected_step_count
+        self._reported_validation_count = self._reported_step = 0
 
     def __call__(self, trainer: Trainer) -> None:
         state = trainer.state
@@ -250,6 +251,10 @@ class _ProgressReporter:
         self._reported_validation_count = len(state.curve)
         if state.step > self._reported_step and trainer.latest_loss is not None:
             self._report({"step": state.step, "loss": trainer.latest_loss})
+            expected_step_count = max(round(state.step / trainer.progress), state.step)
+            if expected_step_count != self._expected_step_count:
+                self._report({"steps": expected_step_count})
+                self._expected_step_count = expected_step_count
         self._reported_step = state.step
 
 

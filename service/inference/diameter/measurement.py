@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import threading
+from collections import OrderedDict
 
+from service.core.buffers import LARGE_ARRAY_BYTES
 from service.core.quantities import Diameter
-from service.core.types import Extent
+from service.core.types import Extent, Volume
 from service.inference.diameter.estimation import (
     MATCHING_DIAMETER_RATIO,
     MAX_SCALE_RATIO,
@@ -16,6 +20,7 @@ from service.inference.diameter.estimation import (
 )
 from service.inference.diameter.scale_probe import are_close, choose_better_probe
 from service.inference.diameter.window_selection import rank_by_contrast
+from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.preprocessing.resample import compute_scale_factors
 from service.inference.types import DiameterEstimate
 from service.inference.windows.sliding_window import Image, ScoreWindows
@@ -24,6 +29,9 @@ from service.models.spec import ModelSpec
 # Confidence at the default diameter from which no other diameter is tried. Models with a lower F1 score on stacks like
 # their training stacks need only a confidence of that score.
 CLEAR_CONFIDENCE = 0.9
+
+# Maximum number of stacks whose diameter estimates are cached.
+MAX_CACHED_STACKS = 1024
 
 
 def measure_diameter(
@@ -70,3 +78,50 @@ def _find_better_estimate(
         # Parts of objects that are cut off by the windows can have a high confidence.
         return None
     return None if choose_better_probe(default_probe, [probe], MIN_LOG_ODDS_GAIN) is None else estimate
+
+
+class DiameterCache:
+    """Thread-safe cache of the diameter estimates of one network.
+
+    Users often segment a stack again, for a different output or for measurements, and estimating the diameter of a
+    small stack takes longer than segmenting it. Stacks larger than `LARGE_ARRAY_BYTES` are not cached: hashing their
+    pixels costs more than estimating again.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._estimates: OrderedDict[tuple[bytes, Diameter | None], DiameterEstimate] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def measure(
+        self, image: Image, volume: Extent, score_windows: ScoreWindows, default: Diameter | None
+    ) -> DiameterEstimate:
+        """Call `measure_diameter` without the cache."""
+        return measure_diameter(image, volume, self._spec, score_windows, default)
+
+    def get(
+        self, image: Image, volume: Volume, score_windows: ScoreWindows, default: Diameter | None
+    ) -> DiameterEstimate:
+        """Call `measure_diameter`, or return its result for the same pixels, voxel size and default diameter."""
+        if volume.nbytes > LARGE_ARRAY_BYTES:
+            return self.measure(image, volume, score_windows, default)
+        key = _hash_volume(volume), default
+        with self._lock:
+            if key in self._estimates:
+                self._estimates.move_to_end(key)
+                return self._estimates[key]
+        diameter_estimate = self.measure(image, volume, score_windows, default)
+        with self._lock:
+            self._estimates[key] = diameter_estimate
+            if len(self._estimates) > MAX_CACHED_STACKS:
+                self._estimates.popitem(last=False)
+        return diameter_estimate
+
+
+def _hash_volume(volume: Volume) -> bytes:
+    voxel_size = None if volume.voxel_size is None else tuple(volume.voxel_size)
+    digest = hashlib.sha256(repr((volume.shape, volume.dtype.str, voxel_size)).encode())
+    for index in range(volume.shape[0]):
+        for block in VolumeChannel(volume, index):
+            digest.update(block.tobytes())
+    return digest.digest()

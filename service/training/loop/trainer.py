@@ -46,6 +46,9 @@ CHECKPOINT_FILE = "checkpoint.pt"
 CURVE_FILE = "training.csv"
 # Minimum time between validations as a multiple of the duration of a validation, if the time is limited.
 VALIDATION_INTERVAL_RATIO = 4.0
+# Minimum difference between the completed fractions of the time and of the steps for the time to count. Otherwise, the
+# learning rate of the first steps, and so the result, would depend on milliseconds even if there is enough time.
+TIME_TOLERANCE = 0.02
 
 
 class TrainingData(NamedTuple):
@@ -167,14 +170,15 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Completed fraction of the training: of the steps or, if it is larger, of the time.
+        """Completed fraction of the training: of the steps or, if it is clearly larger, of the time.
 
         How many steps fit into the time is not predicted, because other processes may become busy, or idle.
         """
         step_fraction = self.state.step / self.plan.steps
         if self.plan.minutes is None:
             return step_fraction
-        return max(step_fraction, (self.clock() - self._start_time) / (60 * self.plan.minutes))
+        time_fraction = (self.clock() - self._start_time) / (60 * self.plan.minutes)
+        return time_fraction if time_fraction >= min(step_fraction + TIME_TOLERANCE, 1) else step_fraction
 
     @property
     def best_scores(self) -> ValidationScores:
