@@ -13,25 +13,23 @@ from torch import Tensor
 from service.core.errors import Cancelled, LowConfidenceResult, OutOfMemory, StackSegError, TooLarge
 from service.core.quantities import Diameter
 from service.core.telemetry import Stages
-from service.core.types import Extent, Options, PostprocessingOptions, Segmentation, Volume
+from service.core.types import Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
 from service.inference.diameter.advice import MIN_CORRECTION_GAIN, Evidence, find_diameter_correction
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
-from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
 from service.inference.preprocessing.resample import (
     compute_applied_diameter,
-    compute_base_factors,
     resample_image,
     resample_segmentation,
 )
 from service.inference.runner.callbacks import Callbacks
 from service.inference.types import DiameterEstimate, Plan, PlannedRequest, Result
 from service.inference.windows.grid import as_size
-from service.inference.windows.sliding_window import Image, ScoreWindows
+from service.inference.windows.sliding_window import Image
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Instances
 
@@ -118,7 +116,7 @@ def _segment_as_planned(call: _Call, request: PlannedRequest) -> Result:
         scoring.num_fallbacks,
         scoring.is_recomputed,
         diameter,
-        is_diameter_estimated=plan.needs_diameter_estimate and diameter is not None,
+        is_diameter_estimated=plan.needs_diameter_estimate and not plan.has_default_diameter and diameter is not None,
         skipped=skipped,
         spec=runner.spec,
         engine=runner.describe_engine(is_recomputed=scoring.is_recomputed),
@@ -174,7 +172,7 @@ def _segment_variant(
 
 
 def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest) -> RequestWithDiameter:
-    """Estimate the object diameter if the request does not specify it, and then plan the request with the estimate."""
+    """Estimate the object diameter if the request does not specify it, and then plan the request with the result."""
     if not request.plan.needs_diameter_estimate:
         return RequestWithDiameter(request, request.plan.diameter, request.plan.diameter_notes)
     runner, volume = call.runner, call.volume
@@ -193,9 +191,13 @@ def _apply_diameter(call: _Call, image: NormalizedImage, request: PlannedRequest
 
 def _get_diameter_estimate(call: _Call, image: NormalizedImage, plan: Plan) -> DiameterEstimate:
     """Return the estimate of the object diameter, from the cache if the same pixels have been segmented before."""
-    runner, volume = call.runner, call.volume
-    score_windows = runner.make_window_scorer(plan, call.callbacks.probe)
-    return runner.diameter_cache.get(volume, lambda: measure_diameter(image, volume, runner.spec, score_windows))
+    runner, default = call.runner, _get_compared_default(call.runner.spec, call.options, plan)
+    return runner.diameter_cache.get(image, call.volume, runner.make_window_scorer(plan, call.callbacks.probe), default)
+
+
+def _get_compared_default(spec: ModelSpec, options: Options, plan: Plan) -> Diameter | None:
+    """Return the default diameter with which an estimate is compared, or None."""
+    return spec.input.usual_diameter if plan.needs_diameter_estimate and options.diameter is None else None
 
 
 def _resample(call: _Call, source: NormalizedImage, plan: Plan) -> tuple[Image, tuple[str, ...]]:
@@ -304,15 +306,10 @@ def estimate_diameter(
     with runner.inference_context(estimate):
         if image is not None:
             score_windows = runner.make_window_scorer(plan, callbacks.probe)
-            return measure_diameter(image, volume, runner.spec, score_windows)
+            default = _get_compared_default(runner.spec, options, plan)
+            return runner.diameter_cache.measure(image, volume, score_windows, default)
         source, _notes = normalize_volume(volume, runner.spec)
         return _get_diameter_estimate(_Call(runner, volume, options, callbacks, Stages()), source, plan)
-
-
-def measure_diameter(image: Image, volume: Extent, spec: ModelSpec, score_windows: ScoreWindows) -> DiameterEstimate:
-    """Estimate the object diameter in the normalized image of a volume. Propagates errors from `score_windows`."""
-    base_scale_factors = compute_base_factors(volume, spec)
-    return DiameterEstimator(image, base_scale_factors, spec, score_windows, volume.voxel_size).estimate()
 
 
 def plan_with_diameter(
@@ -320,16 +317,18 @@ def plan_with_diameter(
 ) -> RequestWithDiameter:
     """Plan a request again with the estimated diameter if resampling improves the result.
 
-    If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at its original resolution.
+    If `plan_request` raises TooLarge or OutOfMemory, the stack is segmented at the default diameter of the model or, if
+    there is none, at its original resolution.
     """
-    diameter = diameter_estimate.resampling_diameter
-    if diameter is None:
+    diameter, default = diameter_estimate.resampling_diameter, request.plan.diameter
+    if diameter is None or diameter == default:
         return RequestWithDiameter(request, diameter_estimate.diameter, (diameter_estimate.note,))
     try:
         new_plan, estimate = plan_request(diameter)
     except (TooLarge, OutOfMemory) as error:
         finding = f"The objects seem to be {diameter.describe()}"
-        note = f"{finding}, but the stack is segmented at its original resolution. {error}"
-        return RequestWithDiameter(request, diameter, (note,))
-    plan = request.plan._replace(diameter=diameter, decode_on_host=new_plan.decode_on_host)
+        alternative = "at its original resolution" if default is None else f"with diameter={default}"
+        note = f"{finding}, but the stack is segmented {alternative}. {error}"
+        return RequestWithDiameter(request, default or diameter, (note,))
+    plan = request.plan._replace(diameter=diameter, has_default_diameter=False, decode_on_host=new_plan.decode_on_host)
     return RequestWithDiameter(PlannedRequest(plan, estimate), diameter, (diameter_estimate.note,))

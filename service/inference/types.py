@@ -30,12 +30,21 @@ Table = dict[str, NDArray[Any]]
 """Columns by name. Each column is an array with one entry per object, in the order of the labels."""
 
 
+def describe_default_diameter(diameter: Diameter) -> str:
+    """Return a note for the user if the default diameter of a model is used."""
+    return (
+        f"Objects are assumed to be {diameter.describe()}, as in the stacks that the model was trained on. If this is"
+        " wrong, set diameter=."
+    )
+
+
 class Plan(NamedTuple):
     """Options of a request after the operator's defaults and limits are applied.
 
     diameter                 object diameter in the volume, which is resampled so that objects get the model's diameter;
                              None to ignore the object diameter
-    needs_diameter_estimate  whether the diameter is to be estimated; until then the original resolution is assumed
+    needs_diameter_estimate  whether the diameter is to be estimated; until then the default diameter or, if there is
+                             none, the original resolution is assumed
     has_default_diameter     whether `diameter` is the default of the model because the request does not specify one
     skip_below               gray value; windows without brighter voxels are skipped; "auto": the background level;
                              None: no windows are skipped
@@ -65,10 +74,7 @@ class Plan(NamedTuple):
         """A note for the user if the default diameter of the model is used."""
         if self.diameter is None or not self.has_default_diameter:
             return ()
-        return (
-            f"Objects are assumed to be {self.diameter.describe()}, as in the stacks that the model was trained on. If"
-            " this is wrong, set diameter=.",
-        )
+        return (describe_default_diameter(self.diameter),)
 
 
 @dataclass(frozen=True)
@@ -114,13 +120,14 @@ class DiameterTrial(NamedTuple):
 class DiameterEstimate(NamedTuple):
     """An estimate of the object diameter.
 
-    diameter         estimated diameter in voxels of the image; None if it could not be estimated
+    diameter         estimated diameter in voxels of the image, or `default`; None if it could not be estimated
     matches_model    whether the diameter suits the model without resampling
     num_objects      number of objects that were measured
     num_windows      number of windows that were scored
     likely_diameter  the diameter, or a value to suggest if the diameter could not be estimated; None if no window
                      appears to contain objects
     trial            the trial that selected the diameter; None if the diameter was estimated from the sizes of objects
+    default          default diameter of the model, with which the estimate was compared; None if there is no default
     """
 
     diameter: Diameter | None
@@ -129,6 +136,12 @@ class DiameterEstimate(NamedTuple):
     num_windows: int
     likely_diameter: Diameter | None = None
     trial: DiameterTrial | None = None
+    default: Diameter | None = None
+
+    @property
+    def is_estimated(self) -> bool:
+        """Whether there is a diameter that is not the default diameter of the model."""
+        return self.diameter is not None and self.diameter != self.default
 
     @property
     def resampling_diameter(self) -> Diameter | None:
@@ -138,6 +151,14 @@ class DiameterEstimate(NamedTuple):
     @property
     def note(self) -> str:
         """A sentence about the estimate for the user."""
+        if self.default is not None and self.diameter is not None:
+            if not self.is_estimated:
+                return describe_default_diameter(self.diameter)
+            return (
+                f"Objects seem to be {self.diameter.describe()} ({self.num_objects} objects in {self.num_windows}"
+                " windows). The confidence is higher than with the diameter of the stacks that the model was trained"
+                f" on, {self.default}. If this is wrong, set diameter={self.default}."
+            )
         if self.trial is not None:
             limit_note = " Smaller diameters were not tried." if self.trial.is_smallest_diameter else ""
             return (

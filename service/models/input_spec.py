@@ -22,7 +22,8 @@ class Input(FrozenModel):
     voxel_size         (z, y, x) in um to which volumes are resampled, or None for no resampling
     diameter           object diameter in voxels for which the model works best, or None if requests cannot specify one
     default_diameter   object diameter in the stack that is used if a request does not specify one, such as 2.5,18,18px
-    estimate_diameter  whether the diameter is estimated if neither a request nor `default_diameter` specifies it
+    estimate_diameter  whether the diameter is estimated if a request does not specify it. An estimate replaces a
+                       `default_diameter` only if the confidence of the model is calibrated, and clearly higher
     normalisation      normalization of all channels, or of each channel
     roi_size           window size (z, y, x) in voxels, the only spatial shape with which the network is called
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 
 # Minimum fraction of the requested time that is spent on steps, no matter how long preparing and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
-MIN_STEPS = 4
+# Number of times that parts are scored after the last step: to choose the weights, and for the final comparison.
+FINAL_SCORING_COUNT = 3
 # Maximum number of steps if the time is limited.
 MAX_STEPS = 10_000
 # Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.
@@ -181,13 +181,11 @@ def _make_scored_trainer(
     log.info("%s before training: %s", "base model" if task.base else "random weights", before.describe())
     minutes = settings.training.minutes
     if minutes is not None:
-        seconds_per_step = max(statistics.median(probe_trainer.measure_step() for _ in range(3)), 1e-3)
-        used_seconds = time.monotonic() - start_time + scoring_seconds + STATISTICS_BATCHES * seconds_per_step / 3
+        used_seconds = time.monotonic() - start_time + FINAL_SCORING_COUNT * scoring_seconds
         seconds = max(60 * minutes - used_seconds, MIN_TRAINING_TIME_FRACTION * 60 * minutes)
         max_steps = min(settings.training.steps, _limit_steps(parts, draft, task.base))
-        step_count = min(max(round(seconds / seconds_per_step), MIN_STEPS), max_steps)
-        log.info("a step takes %.2f s; %d of at most %d steps are planned", seconds_per_step, step_count, max_steps)
-        options = {"steps": step_count, "every": -(-step_count // VALIDATION_COUNT), "minutes": seconds / 60}
+        log.info("training for at most %d steps, or %.0f s", max_steps, seconds)
+        options = {"steps": max_steps, "every": -(-max_steps // VALIDATION_COUNT), "minutes": seconds / 60}
         settings = override_settings(settings, "training", options)
     del probe_trainer
     trainer = make_trainer(settings, task.output_folder, dtype)
@@ -196,7 +194,7 @@ def _make_scored_trainer(
     if task.resumes:
         trainer.resume()
     report({"stage": "learning", "steps": trainer.plan.steps})
-    trainer.on_progress = _ProgressReporter(report)
+    trainer.on_progress = _ProgressReporter(report, trainer.plan.steps)
     return trainer, before
 
 
@@ -238,10 +236,11 @@ def _read_base_sample(base: ModelSpec | None, draft: ModelSpec) -> SampleSource 
 
 
 class _ProgressReporter:
-    """A callback that reports the progress of a trainer."""
+    """A callback that reports the progress of a trainer, and how many steps are likely to be done at the end."""
 
-    def __init__(self, report: ProgressCallback) -> None:
-        self._report, self._reported_validation_count, self._reported_step = report, 0, 0
+    def __init__(self, report: ProgressCallback, expected_step_count: int) -> None:
+        self._report, self._expected_step_count = report, expected_step_count
+        self._reported_validation_count = self._reported_step = 0
 
     def __call__(self, trainer: Trainer) -> None:
         state = trainer.state
@@ -252,6 +251,10 @@ class _ProgressReporter:
         self._reported_validation_count = len(state.curve)
         if state.step > self._reported_step and trainer.latest_loss is not None:
             self._report({"step": state.step, "loss": trainer.latest_loss})
+            expected_step_count = max(round(state.step / trainer.progress), state.step)
+            if expected_step_count != self._expected_step_count:
+                self._report({"steps": expected_step_count})
+                self._expected_step_count = expected_step_count
         self._reported_step = state.step
 
 

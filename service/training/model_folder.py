@@ -68,7 +68,7 @@ def draft_model(
         diameter = choose_default_diameter(stacks)
         content["input"] = content["input"] | {
             "default_diameter": None if diameter is None else str(diameter),
-            "estimate_diameter": False,
+            "estimate_diameter": diameter is not None and content["input"].get("estimate_diameter", False),
         }
     return content
 

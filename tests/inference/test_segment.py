@@ -301,7 +301,15 @@ def make_estimating_runner(random_nuclei):
             "decoding": Instances(kind="instances", persistence=0.2, minimum_size=4),
         }
     )
-    return lambda settings=None: make_runner_with_network(spec, score_brightness, settings)
+
+    def make_runner(settings=None, default_diameter=None):
+        # The confidence is highest for objects of the model's diameter.
+        calibration = Calibration(intercept=0, certainty=0, peak=0, size=-6, giants=0, threshold=0.1)
+        model_input = spec.input.model_copy(update={"default_diameter": default_diameter})
+        changes = {"input": model_input, "confidence": default_diameter and calibration}
+        return make_runner_with_network(spec.model_copy(update=changes), score_brightness, settings)
+
+    return make_runner
 
 
 def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estimating_runner, balls):
@@ -339,6 +347,36 @@ def test_the_diameter_is_estimated_if_the_request_does_not_specify_it(make_estim
         for setting in (None, "none", "auto", estimated.diameter)
     ]
     assert settings_used == ["auto", "none", "auto", estimated.diameter]
+
+
+@pytest.mark.parametrize(("default", "is_replaced"), [("5px", False), ("14px", True)])
+def test_the_default_diameter_is_replaced_if_it_does_not_suit_the_stack(
+    make_estimating_runner, balls, default, is_replaced
+):
+    runner = make_estimating_runner(default_diameter=default)
+    result = segment(runner, balls, Options())
+    assert result.segmentation.count == 125
+    assert result.is_diameter_estimated == is_replaced
+    assert (str(result.diameter) == default) != is_replaced
+    assert result.diameter.lengths[-1] == pytest.approx(5, rel=0.2)
+    assert ("assumed to be" in result.notes[0]) != is_replaced
+    specified = segment(runner, balls, Options(diameter=result.diameter))
+    assert np.array_equal(specified.segmentation.pixels, result.segmentation.pixels)
+    # The cached estimate is not used for requests that must be estimated without the default.
+    automatic = segment(runner, balls, Options(diameter="auto"))
+    assert automatic.is_diameter_estimated
+    assert "assumed" not in automatic.notes[0]
+
+
+def test_the_default_diameter_is_used_if_the_better_estimate_is_not_allowed(make_estimating_runner, balls):
+    runner = make_estimating_runner(default_diameter="14px")
+    estimated_diameter = segment(runner, balls, Options()).diameter
+    windows = runner.estimator.estimate(balls, Options(diameter=estimated_diameter)).windows
+    settings = make_settings().model_copy(update={"limits": Limits(windows=windows - 1)})
+    runner = make_estimating_runner(settings, default_diameter="14px")
+    result = segment(runner, balls, Options())
+    assert result.diameter_text == "14px; stated"
+    assert "segmented with diameter=14px" in result.notes[0]
 
 
 def test_the_estimator_knows_the_bytes_of_the_scores_after_warm_up(write_model, random_nuclei_content):

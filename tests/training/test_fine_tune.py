@@ -64,8 +64,9 @@ def test_private_training_reveals_neither_names_nor_pixels(
     assert (spec.lineage.parent, spec.lineage.annotations) == ("random-nuclei/1", 1)
     assert spec.lineage.better == result.is_better == ("is better" in result.message)
     assert "secret" not in (tmp_path / "mine" / "model.yaml").read_text()
-    # The new model uses the diameter of the annotated objects, in micrometers, unless a request specifies another one.
-    assert not spec.input.estimate_diameter
+    # The new model uses the diameter of the annotated objects, in micrometers, unless a request specifies another one
+    # or, if the confidence is calibrated, an estimate is clearly better.
+    assert spec.input.estimate_diameter
     diameter = spec.input.usual_diameter
     assert diameter is not None
     assert diameter.unit == "um"

@@ -213,7 +213,7 @@ class TrainingReport(BaseModel):
     - `stage`: current stage while the state is `running`; otherwise null. `scoring` evaluates the base model, and
       `evaluating` evaluates the new model.
     - `step`: number of completed training steps.
-    - `steps`: planned number of training steps; null until the speed has been measured.
+    - `steps`: expected number of training steps, which depends on the speed; null before the first step.
     - `seconds_left`: estimated remaining time in seconds while the state is `running`, including the evaluation; null
       if the training run takes longer than requested.
     - `loss`: pairs of a step and the training loss at this step.

@@ -125,7 +125,7 @@ class TrainingProgress(BaseModel):
     """A running or waiting training run.
 
     - `name`: name of the new model.
-    - `steps`: planned number of training steps; null until the speed has been measured.
+    - `steps`: expected number of training steps, which depends on the speed; null before the first step.
     """
 
     name: str

@@ -191,5 +191,5 @@ def read_result_metadata(folder: RunFolder, spec: ModelSpec) -> Result:
         confidence=confidence,
         quality_warning=quality_warning,
         diameter=folder.plan.diameter if survey.diameter_estimate is None else survey.diameter_estimate.diameter,
-        is_diameter_estimated=survey.diameter_estimate is not None and survey.diameter_estimate.diameter is not None,
+        is_diameter_estimated=survey.diameter_estimate is not None and survey.diameter_estimate.is_estimated,
     )

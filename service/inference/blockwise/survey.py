@@ -92,7 +92,7 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
         image, plan = _RegionImage(stack, volume, scalings), run.plan
         diameter_estimate = estimate_diameter(runner, volume, plan.options, image=image)
         intensities: IntensitySurvey | None = counts.get_intensity_survey()
-        if diameter_estimate is not None and diameter_estimate.resampling_diameter is not None:
+        if diameter_estimate is not None and diameter_estimate.resampling_diameter not in {None, plan.diameter}:
             plan = plan.with_diameter(diameter_estimate.resampling_diameter, runner.spec)
             # The maxima were computed for the windows of a different grid.
             intensities = None

@@ -107,9 +107,9 @@ class DiameterEstimator:
         self._expected_diameter = spec.input.diameter
         self._size = as_size(image.shape[2:])
 
-    def estimate(self) -> DiameterEstimate:
-        """Estimate the diameter. The result is deterministic. Raises the same errors as `score_windows`."""
-        centers = rank_by_contrast(self._image, self._spec.input.roi_size)
+    def estimate(self, centers: Sequence[Size] = ()) -> DiameterEstimate:
+        """Estimate the diameter around `centers` (default: `rank_by_contrast`). Raises as `score_windows`."""
+        centers = centers or rank_by_contrast(self._image, self._spec.input.roi_size)
         probes = self._probe_scales(centers)
         estimate, reference = self._estimate_from_probes(probes)
         calibration = self._spec.confidence

@@ -229,12 +229,12 @@ def compute_working_size(volume: Extent, spec: ModelSpec, diameter: Diameter | N
     return compute_resampled_size((z, y, x), volume.voxel_size, VoxelSize(*spec.input.voxel_size))
 
 
-def compute_base_factors(volume: Extent, spec: ModelSpec) -> tuple[float, float, float]:
-    """Return the scale factors along (z, y, x) by which the volume is resampled without a diameter."""
-    z, y, x = (
-        length / source_length
-        for length, source_length in zip(compute_working_size(volume, spec), volume.shape[1:], strict=True)
-    )
+def compute_scale_factors(
+    volume: Extent, spec: ModelSpec, diameter: Diameter | None = None
+) -> tuple[float, float, float]:
+    """Return the factors along (z, y, x) by which the volume is resampled. Raises like `compute_working_size`."""
+    size = compute_working_size(volume, spec, diameter)
+    z, y, x = (length / source_length for length, source_length in zip(size, volume.shape[1:], strict=True))
     return z, y, x
 
 
@@ -243,7 +243,7 @@ def compute_applied_diameter(volume: Extent, spec: ModelSpec, diameter: Diameter
     if spec.input.diameter is None:
         return None
     diameter_lengths = diameter and diameter.to_voxels(volume.voxel_size)
-    return diameter_lengths or tuple(spec.input.diameter / factor for factor in compute_base_factors(volume, spec))
+    return diameter_lengths or tuple(spec.input.diameter / factor for factor in compute_scale_factors(volume, spec))
 
 
 def compute_resampled_size(size: Size, source: VoxelSize, target: VoxelSize) -> Size:

@@ -65,7 +65,7 @@ def make_plan(
         sw_batch_size=batch_size,
         overlap=overlap,
         diameter=None if isinstance(diameter, str) else diameter,
-        needs_diameter_estimate=_needs_diameter_estimate(spec, replace(options, diameter=diameter)),
+        needs_diameter_estimate=_needs_diameter_estimate(spec, options),
         has_default_diameter=options.diameter is None and diameter is not None,
         skip_below=None if skip_below == "none" else skip_below,
         postprocessing=options.postprocessing,
@@ -162,7 +162,10 @@ def _needs_diameter_estimate(spec: ModelSpec, options: Options) -> bool:
         raise BadParameter(
             f"The model {spec.name} has no object diameter that can be estimated. Omit diameter=.", parameter="diameter"
         )
-    return options.diameter == "auto" or (options.diameter is None and spec.input.estimate_diameter)
+    if options.diameter is not None or not spec.input.estimate_diameter:
+        return options.diameter == "auto"
+    # An estimate replaces the default diameter only if it has a higher confidence.
+    return spec.input.usual_diameter is None or spec.confidence is not None
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ class Estimator:
     def get_diameter_setting(self, options: Options) -> DiameterSetting:
         """Return the object diameter, "auto" or "none". Raises BadParameter for invalid options."""
         plan = self.plan(options)
-        return "auto" if plan.needs_diameter_estimate else plan.diameter or "none"
+        return plan.diameter or ("auto" if plan.needs_diameter_estimate else "none")
 
     def estimate(self, volume: Extent, options: Options) -> ResourceEstimate:
         """Return the estimate without the plan. Raises the same errors as `plan_request`."""

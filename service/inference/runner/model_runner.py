@@ -26,7 +26,7 @@ from service.core.types import Extent, Options, OutputKind, Volume
 from service.engine import backends
 from service.engine.compile import torch_compile
 from service.inference.cuda.placement import DevicePlacement
-from service.inference.diameter.cache import DiameterCache
+from service.inference.diameter.measurement import DiameterCache
 from service.inference.preprocessing.crop import Crop, crop_zeros
 from service.inference.preprocessing.score_resampling import DecoderFactory
 from service.inference.runner.estimator import Estimator, compute_window_scale, replace_window_size
@@ -83,7 +83,7 @@ class ModelRunner:
         self._loaded_bytes = count_weight_bytes(network) if uses_host_memory else 0
         self._selector = EngineSelector(spec, settings, self.device, network, self._window_bytes, driver=driver)
         self._switch_engine(None)
-        self.diameter_cache = DiameterCache()
+        self.diameter_cache = DiameterCache(spec)
         # Runner for the most recently requested window size other than the default, keyed by the window size and the
         # number of windows per call.
         self._runners_by_window: dict[tuple[Size, int], ModelRunner] = {}
@@ -230,7 +230,7 @@ class ModelRunner:
 
     def _build_with_window(self, spec: ModelSpec, batch_size: int) -> ModelRunner:
         new_runner = copy.copy(self)
-        new_runner.spec, new_runner.diameter_cache = spec, DiameterCache()
+        new_runner.spec, new_runner.diameter_cache = spec, DiameterCache(spec)
         new_runner._window_bytes = int(self._window_bytes * compute_window_scale(self.spec, spec))
         new_runner._selector = self._selector.with_window(spec, new_runner._window_bytes)
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from service.core.quantities import Diameter, VoxelSize
-from service.inference.types import DiameterEstimate
+from service.inference.types import DiameterEstimate, describe_default_diameter
 
 T = TypeVar("T")
 
@@ -27,7 +27,8 @@ def choose_diameter(
         estimates: estimates for sampled volumes, with the voxel sizes of the volumes
         sample_description: description of the sampled volumes, such as "5 stacks of the folder"
 
-    Returns the value for the parameter `diameter`, and a note. The value is "none" if no resampling is needed.
+    Returns the value for the parameter `diameter`, and a note. The value is "none" if no resampling is needed, and the
+    default diameter of the model if it suits all volumes.
     """
     usable_estimates = [
         (diameters, voxel_size, estimate.matches_model)
@@ -39,6 +40,9 @@ def choose_diameter(
             "The object diameter could not be estimated, so the original resolution is used."
             " If you know the diameter, set diameter=."
         )
+    default = estimates[0][0].default if estimates else None
+    if default is not None and not any(estimate.is_estimated for estimate, _ in estimates):
+        return str(default), describe_default_diameter(default)
     diameter = _compute_median([(diameters, voxel_size) for diameters, voxel_size, _ in usable_estimates])
     note_start = (
         f"Objects seem to be {diameter.describe()} (measured in {len(usable_estimates)} of {sample_description})"

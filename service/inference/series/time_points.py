@@ -129,7 +129,8 @@ def _choose_diameter(
             if (estimate := segmenter.estimate_diameter(volume, options)) is not None:
                 estimates.append((estimate, volume.voxel_size))
     setting, note = choose_diameter(estimates, f"{len(sampled_time_points)} time points")
-    return replace(options, diameter=parse_diameter(setting)), setting != "none", note
+    is_estimated = setting != "none" and any(estimate.is_estimated for estimate, _ in estimates)
+    return replace(options, diameter=parse_diameter(setting)), is_estimated, note
 
 
 class _TimePointResults:

@@ -42,6 +42,9 @@ CHECKPOINT_FILE = "checkpoint.pt"
 CURVE_FILE = "training.csv"
 # Minimum time between validations as a multiple of the duration of a validation, if the time is limited.
 VALIDATION_INTERVAL_RATIO = 4.0
+# Minimum difference between the completed fractions of the time and of the steps for the time to count. Otherwise, the
+# learning rate of the first steps, and so the result, would depend on milliseconds even if there is enough time.
+TIME_TOLERANCE = 0.02
 
 
 class TrainingData(NamedTuple):
@@ -74,6 +77,8 @@ class Trainer:
         self._latest_loss: float | None = None
         # Whether all steps are done, so that only the final weights remain to be chosen.
         self.is_finishing = False
+        # Returns the time in seconds. Tests replace it.
+        self.clock: Callable[[], float] = time.monotonic
         # Called after each step, after each validation, and at the end of the steps.
         self.on_progress: Callable[[Trainer], None] = _ignore_progress
         self._optimizer = torch.optim.AdamW(
@@ -88,7 +93,7 @@ class Trainer:
         # Decoding with which the best weights have the best scores.
         self.best_decoding = data.validator.spec.decoding
         # Time when training would have started without interruptions, and the end and duration of the last validation.
-        self._start_time = time.monotonic()
+        self._start_time = self.clock()
         self._last_validation = (-math.inf, 0.0)
 
     def run(self) -> nn.Module:
@@ -97,7 +102,7 @@ class Trainer:
         first_example_number = state.step // STEPS_PER_REFRESH
         pool = ExamplePool(self._examples, plan.pool, first_number=first_example_number, worker_count=plan.workers)
         batches = prefetch_batches(pool, plan, state.step, pin_memory=self._device.type == "cuda")
-        self._start_time = time.monotonic() - state.seconds
+        self._start_time = self.clock() - state.seconds
         try:
             if not state.curve:
                 self._validate()
@@ -161,11 +166,15 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Completed fraction of the training: of the steps or, if it is larger, of the time."""
+        """Completed fraction of the training: of the steps or, if it is clearly larger, of the time.
+
+        How many steps fit into the time is not predicted, because other processes may become busy, or idle.
+        """
         step_fraction = self.state.step / self.plan.steps
         if self.plan.minutes is None:
             return step_fraction
-        return max(step_fraction, (time.monotonic() - self._start_time) / (60 * self.plan.minutes))
+        time_fraction = (self.clock() - self._start_time) / (60 * self.plan.minutes)
+        return time_fraction if time_fraction >= min(step_fraction + TIME_TOLERANCE, 1) else step_fraction
 
     @property
     def best_scores(self) -> ValidationScores:
@@ -181,7 +190,7 @@ class Trainer:
             return self.state.step % plan.every == 0
         interval = plan.every / plan.steps
         end_time, duration = self._last_validation
-        is_affordable = time.monotonic() - end_time > VALIDATION_INTERVAL_RATIO * duration
+        is_affordable = self.clock() - end_time > VALIDATION_INTERVAL_RATIO * duration
         return is_affordable and int(progress / interval) > int(previous_progress / interval)
 
     @property
@@ -263,13 +272,13 @@ class Trainer:
 
     def _validate(self) -> None:
         """Validate the averaged weights, copy them if they are the best so far, and write the loss curve."""
-        state, start_time = self.state, time.monotonic()
+        state, start_time = self.state, self.clock()
         self._load_candidate(min(self.plan.fractions, default=1.0))
         scores, decoding = self._validator.validate(self.compute_candidate_scores)
-        state.seconds = time.monotonic() - self._start_time
+        state.seconds = self.clock() - self._start_time
         if state.add_row(self.plan.get_learning_rate(self.progress), self._latest_loss, scores):
             self._best_weights, self.best_decoding = copy.deepcopy(self._candidate.state_dict()), decoding
-        self._last_validation = (time.monotonic(), time.monotonic() - start_time)
+        self._last_validation = (self.clock(), self.clock() - start_time)
         loss_text = f"  loss {format_number(self._latest_loss)}" if state.step else ""
         log.info(
             "%5.1f%%  step %d%s  validation loss %s  F1 %.2f (at IoU 0.7 %.2f)  precision %.2f  recall %.2f",

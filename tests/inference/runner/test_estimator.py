@@ -29,6 +29,7 @@ from service.inference.types import Plan
 from service.inference.windows.grid import MAX_SKIPPED_SLAB_BYTES, Grid
 from service.inference.windows.kernels import window_kernels
 from service.models.repository import read_spec
+from service.models.spec import Calibration
 from service.models.spec_parts import Boundaries
 
 SETTINGS = Settings(windows=Windows(sw_batch_size=2, overlap=0.25), limits=Limits(sw_batch_size=8, overlap=0.5))
@@ -334,3 +335,9 @@ def test_default_diameter_of_a_model_is_used_unless_the_request_specifies_one(ra
         assert plan.diameter == (None if isinstance(diameter, str) else diameter)
     with pytest.raises(BadParameter, match="does not specify a voxel size"):
         estimator.plan_request(describe(40, 80, 80), Options())
+    # An estimate replaces the default only if its confidence is higher, so the confidence must be calibrated.
+    calibration = Calibration(intercept=0, certainty=0, peak=0, size=-6, giants=0, threshold=0.4)
+    calibrated_estimator = Estimator(spec.model_copy(update={"confidence": calibration}), SETTINGS)
+    plan = calibrated_estimator.plan(Options())
+    assert (plan.diameter, plan.needs_diameter_estimate) == (Diameter((2.0, 10.0, 10.0), "um"), True)
+    assert calibrated_estimator.get_diameter_setting(Options()) == plan.diameter

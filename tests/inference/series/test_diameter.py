@@ -29,6 +29,17 @@ def test_estimates_for_different_voxel_sizes_are_compared_in_micrometers() -> No
     assert text == "10,10,10um"
 
 
+def test_the_default_diameter_of_the_model_is_used_for_a_series_that_it_suits() -> None:
+    default = Diameter((2.0, 12.0, 12.0), "um")
+    suits = DiameterEstimate(default, False, 0, 0, default=default), VoxelSize(1, 0.5, 0.5)
+    text, note = choose_diameter([suits] * 3, "3 stacks")
+    assert text == "2,12,12um"
+    assert note.startswith("Objects are assumed to be 12 um wide and 2 um deep")
+    text, note = choose_diameter([suits, *[(make_estimate(9), VoxelSize(1, 0.5, 0.5))] * 2], "3 stacks")
+    assert text == "4.5,9,9px"
+    assert "measured in 3 of 3 stacks" in note
+
+
 def test_original_resolution_is_used_if_it_fits_or_no_diameter_is_known() -> None:
     assert choose_diameter([(make_estimate(15, fits=True), None)], "1 stack")[0] == "none"
     text, note = choose_diameter([(make_estimate(None), None)], "1 stack")

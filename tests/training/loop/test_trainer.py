@@ -1,6 +1,7 @@
 import copy
 import csv
 import io
+import itertools
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,14 @@ from service.core.errors import BadParameter
 from service.models.architectures.shuffle_unet import ShuffleUNet
 from service.training.examples import Pair
 from service.training.loop.plan import CURVE_COLUMNS, TrainingPlan, ValidationScores
-from service.training.loop.trainer import CHECKPOINT_FILE, CURVE_FILE, Trainer, TrainingData, TrainingPlacement
+from service.training.loop.trainer import (
+    CHECKPOINT_FILE,
+    CURVE_FILE,
+    TIME_TOLERANCE,
+    Trainer,
+    TrainingData,
+    TrainingPlacement,
+)
 from service.training.loop.validation import Validator
 from service.training.model_folder import save_weights
 from service.training.stacks.blocks import BlockDataset
@@ -179,6 +187,42 @@ def test_training_stops_when_validation_no_longer_improves(pair: Pair, tmp_path:
         norm.momentum = 0.0
     trainer.run()
     assert trainer.state.step < 5
+
+
+def test_training_with_enough_time_gives_the_same_result_as_without_a_time_limit(pair: Pair, tmp_path: Path) -> None:
+    expected = make_trainer(pair, tmp_path / "unlimited").run()
+    trainer, times = make_trainer(pair, tmp_path / "limited", minutes=1), itertools.count(0, 0.05)
+    trainer.clock = lambda: next(times)
+    assert is_equal(trainer.run(), expected)
+
+
+@pytest.mark.parametrize(
+    ("durations", "step_count"),
+    [([0.5] * 12, 12), ([2.0] * 6, 6), ([3.0] * 2 + [0.25] * 10, 12), ([0.5] * 6 + [3.0] * 3, 9)],
+    ids=["idle", "busy", "busy at first", "busy later"],
+)
+def test_learning_rate_decays_before_the_steps_or_the_time_are_used_up(
+    pair: Pair, tmp_path: Path, durations: list[float], step_count: int
+) -> None:
+    trainer = make_trainer(pair, tmp_path, steps=12, minutes=0.2)
+    remaining_durations, rates, seconds = iter(durations), [], [100.0]
+
+    def finish_step(_: Trainer) -> None:
+        if trainer.state.step > len(rates):
+            rates.append(trainer._optimizer.param_groups[0]["lr"])
+            seconds.append(seconds[-1] + next(remaining_durations))
+
+    trainer.clock, trainer.on_progress = lambda: seconds[-1], finish_step
+    trainer.run()
+    fractions = [
+        max(step / 12, time_fraction if (time_fraction := (time - 100) / 12) >= step / 12 + TIME_TOLERANCE else 0)
+        for step, time in enumerate(seconds)
+    ]
+    assert len(rates) == trainer.state.step == step_count
+    assert rates == pytest.approx([trainer.plan.get_learning_rate(fraction) for fraction in fractions[:-1]])
+    assert rates[-1] < 0.25 * max(rates)
+    assert trainer.state.curve[-1][0] == step_count
+    assert trainer.state.seconds == pytest.approx(sum(durations))
 
 
 @pytest.mark.parametrize(
