@@ -142,9 +142,11 @@ class DiameterEstimator:
         factors = suggest_flat_factors(probes[0], self._expected_diameter) if self._flatness == 1 else None
         while factors and len(probes) < 3 and not is_probed(factors, probes):
             probes.append(probe := self.probe(centers, self._clamp_factors(factors), WINDOWS_PER_PROBE))
+            # Even if peaks are low at every scale, a better fit with enlarged planes shows that objects are flat.
+            if probe.fit > probes[0].fit:
+                self._flatness = measure_flatness(probe, self._base)
             if probe.fit < MIN_FIT:
                 return False
-            self._flatness = measure_flatness(probe, self._base)
             factors = self._refine_factors(probe)
         return len(probes) > 1
 

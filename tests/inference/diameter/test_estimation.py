@@ -90,6 +90,21 @@ def test_a_trial_does_not_select_a_scale_at_which_flat_objects_are_not_resolved(
     assert round_objects.trial is not None
 
 
+def test_a_trial_enlarges_the_planes_of_flat_objects_with_low_peaks(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit is poor at every scale, and the confidence is high only at the smallest scale."""
+
+    def score_with_low_peaks(windows: Tensor) -> Tensor:
+        return torch.cat([100 * (windows - 0.1), torch.logit((0.45 * windows).clamp(1e-3, 1 - 1e-3))], 1)
+
+    monkeypatch.setattr(estimation, "predict_confidence", lambda objects, *_: 0.9 if objects.median_size < 150 else 0.1)
+    found = estimate(balls((80, 80, 88), 16, 4), with_calibration(spec), score_with_low_peaks)
+    assert found.diameter is not None
+    assert found.diameter.lengths[0] < 10
+    assert found.diameter.lengths[-1] > 2.5 * found.diameter.lengths[0]
+
+
 @pytest.mark.parametrize(
     ("spacing", "aspect", "expected"),
     [(2, 2, 2), (4, 4, 4), (4, 2.5, 4), (2, 5, 5 * BLURRED_DEPTH_RATIO / MAX_ROUND_ASPECT)],
