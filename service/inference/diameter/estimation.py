@@ -183,8 +183,9 @@ class DiameterEstimator:
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
-        # Flat objects are not resolved along z unless planes are enlarged.
-        min_factor = self._base[0] * 1.01 if self._flatness >= MIN_FLAT_ASPECT else 0.0
+        # Flat objects are not resolved along z unless planes are enlarged, by half of a measured flatness or more.
+        min_stretch = 1.01 if self._voxel_size else self._flatness / 2
+        min_factor = self._base[0] * min_stretch if self._flatness >= MIN_FLAT_ASPECT else 0.0
         candidates = [
             probe
             for probe in probes
