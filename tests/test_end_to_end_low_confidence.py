@@ -24,7 +24,7 @@ REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
     ("synthetic_nuclei_stardist", {}, None),
     ("mouse_embryo_8cell", {}, None),
     ("single_nucleus_confocal_vs_widefield", {"channel": 0}, None),
-    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, ""),
+    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, None),
     ("drosophila_nuclear_envelope", {}, None),
 ]
 

@@ -1,6 +1,7 @@
 """Fit the calibrated confidence of the objects of `nuclei`, and draw a reliability diagram.
 
-    python -m scripts.recipes.calibration [FOLDER] [--samples FILE] [--diagram FILE]
+    python -m scripts.recipes.calibration [FOLDER] [--embryos FOLDER] [--left-out FOLDER] [--samples FILE]
+        [--diagram FILE]
 
 The command segments stacks that the weights were not trained on, and determines which objects match a true object with
 an intersection over union (IoU) above 0.5. It prints the section `confidence.objects` for the `model.yaml` of the
@@ -8,8 +9,10 @@ model, and the calibration error, computed by leave-one-stack-out cross-validati
 weight. Recorded stacks have the same total weight in the fit as synthetic ones.
 
 FOLDER contains the recorded stacks `RECORDED_STACKS`, each in a subfolder with `image.tif` and `mask.tif`. The
-synthetic stacks are those of `scripts.recipes.trials`, flat nuclei, and stained membranes.
-Nuclei are also segmented with diameters that are too small or too large.
+synthetic stacks are those of `scripts.recipes.trials`, flat nuclei, and stained membranes. Nuclei are also segmented
+with diameters that are too small or too large. `--embryos` adds late embryos in the test set of BBBC050 (see
+`scripts.recipes.held_out`). `--left-out` adds the organoids `ORGANOIDS` in FOLDER. It names a folder with a model for
+each of them that was trained without it, under the name of the stack.
 
 `--samples` names a file for the objects. If it exists, it is read, and nothing is segmented.
 """
@@ -17,6 +20,7 @@ Nuclei are also segmented with diameters that are too small or too large.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +32,7 @@ from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from scripts.recipes.confidence import MAX_PIXEL_BYTES, SELECTIONS, make_membranes
+from scripts.recipes.held_out import find_embryos
 from scripts.recipes.reliability import Reliability, bin_by_confidence, draw_diagram
 from scripts.recipes.segmenters import start_segmenter
 from scripts.recipes.synthetic_nuclei import Scene, synthesize
@@ -46,9 +51,11 @@ RECORDED_STACKS = (
     "mouse_embryo_8cell",
     "arabidopsis_ovule_nuclei_1135",
     "synthetic_nuclei_stardist",
-    "cellos_organoid_egfp_d0_108",
-    "cellos_organoid_hoechst_d4_120",
 )
+# Recorded stacks that the weights were trained on.
+ORGANOIDS = ("cellos_organoid_egfp_d0_108", "cellos_organoid_hoechst_d4_120")
+# Every N-th late embryo is used.
+EMBRYO_STEP = 2
 # Plane spacing of the organoids relative to their pixel size, which the files do not contain.
 ORGANOID_ANISOTROPY = 9.0
 # Numbers of synthetic stacks.
@@ -67,6 +74,7 @@ NEWTON_STEPS = 50
 # Mean number of objects of a stack that are independent of each other, which determines the weight of the data relative
 # to the regularization.
 EFFECTIVE_OBJECTS = 5.0
+SIZE_COLUMN = 2
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -94,8 +102,8 @@ class Sample(NamedTuple):
     f1: float
 
 
-def make_cases(folder: Path | None) -> Iterator[Case]:
-    """Yield the synthetic cases, and the recorded ones if there is a folder."""
+def make_cases(folder: Path | None, embryos: Path | None = None) -> Iterator[Case]:
+    """Yield the synthetic cases, and the recorded ones if there are folders of recorded stacks and of embryos."""
     for index, (kind, volume, truth) in enumerate(make_nuclei_stacks(NUCLEI_STACKS)):
         seed = index // 4
         case = Case(kind, f"{kind} {seed}", "default", volume, truth if kind != "noise" else None)
@@ -109,12 +117,16 @@ def make_cases(folder: Path | None) -> Iterator[Case]:
         volume, cells = make_membranes(seed)[0][2:4]
         yield Case("foreign", f"foreign {seed}", "default", volume, np.asarray(cells))
     if folder is not None:
-        yield from read_recorded_cases(folder)
+        yield from read_recorded_cases(folder, RECORDED_STACKS)
+    if embryos is not None:
+        late = (stack for stack in find_embryos(embryos) if stack.kind == "late")
+        for number, stack in enumerate(itertools.islice(late, 0, None, EMBRYO_STEP)):
+            yield Case("recorded", f"late embryo {number}", "default", stack.volume, stack.truth)
 
 
-def read_recorded_cases(folder: Path) -> Iterator[Case]:
-    """Yield the cases of all recorded stacks."""
-    for name in RECORDED_STACKS:
+def read_recorded_cases(folder: Path, names: Iterable[str]) -> Iterator[Case]:
+    """Yield the cases of recorded stacks."""
+    for name in names:
         volume = stack_reader.read(folder / name / "image.tif", SELECTIONS.get(name, Selection()), MAX_PIXEL_BYTES)
         mask = stack_reader.read(folder / name / "mask.tif", Selection(axes="ZYX"), MAX_PIXEL_BYTES)
         yield from make_recorded_cases(Case("recorded", name, "default", volume, mask.read_all()[0]))
@@ -158,6 +170,14 @@ def find_matches(truth: NDArray[Any], labels: NDArray[Any], count: int) -> Boole
     return np.asarray((iou[values > 0, 1:] > 0.5).any(axis=0))
 
 
+def collect_all_samples(runner: ModelRunner, options: argparse.Namespace) -> Iterator[Sample]:
+    """Yield the samples of all stacks that the command line specifies."""
+    yield from collect_samples(runner, make_cases(options.folder, options.embryos))
+    for name in ORGANOIDS if options.left_out else ():
+        left_out_runner = start_segmenter(str(options.left_out / name))
+        yield from collect_samples(left_out_runner, read_recorded_cases(options.folder, [name]))
+
+
 def collect_samples(runner: ModelRunner, cases: Iterable[Case]) -> Iterator[Sample]:
     """Segment the stacks; yield the results that contain objects. A stated diameter is used as stated."""
     for case in cases:
@@ -193,8 +213,13 @@ class Design(NamedTuple):
         counts = [len(sample.matched) for sample in samples]
         stacks = np.repeat([sample.stack for sample in samples], counts)
         sizes = dict(zip(*np.unique(stacks, return_counts=True), strict=True))
+        features = np.concatenate(
+            [measure_object_features(sample.objects, diameter, calibration) for sample in samples]
+        )
+        # The size is not used: small objects are often right in this data, which would raise the confidence in huge ones.
+        features[:, SIZE_COLUMN] = 0.0
         return cls(
-            np.concatenate([measure_object_features(sample.objects, diameter, calibration) for sample in samples]),
+            features,
             np.concatenate([sample.matched for sample in samples]),
             stacks,
             np.repeat([sample.group for sample in samples], counts),
@@ -302,6 +327,8 @@ def report(samples: Sequence[Sample], spec: ModelSpec) -> tuple[list[str], dict[
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="folder of recorded stacks")
+    parser.add_argument("--embryos", type=Path, help="folder of BBBC050")
+    parser.add_argument("--left-out", type=Path, help="folder of models that were trained without an organoid")
     parser.add_argument("--model", default="nuclei", help="name or folder of the model")
     parser.add_argument("--samples", type=Path, help="file to write the objects to, or to read them from")
     parser.add_argument("--diagram", type=Path, help="SVG file for the reliability diagram")
@@ -310,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.samples is not None and options.samples.exists():
         samples = list(read_samples(options.samples))
     else:
-        samples = list(collect_samples(runner, make_cases(options.folder)))
+        samples = list(collect_all_samples(runner, options))
         if options.samples is not None:
             write_samples(samples, options.samples)
     lines, reliability = report(samples, runner.spec)

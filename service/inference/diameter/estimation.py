@@ -142,9 +142,11 @@ class DiameterEstimator:
         factors = suggest_flat_factors(probes[0], self._expected_diameter) if self._flatness == 1 else None
         while factors and len(probes) < 3 and not is_probed(factors, probes):
             probes.append(probe := self.probe(centers, self._clamp_factors(factors), WINDOWS_PER_PROBE))
+            # Even if peaks are low at every scale, a better fit with enlarged planes shows that objects are flat.
+            if probe.fit > probes[0].fit:
+                self._flatness = measure_flatness(probe, self._base)
             if probe.fit < MIN_FIT:
                 return False
-            self._flatness = measure_flatness(probe, self._base)
             factors = self._refine_factors(probe)
         return len(probes) > 1
 
@@ -181,8 +183,9 @@ class DiameterEstimator:
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
         max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
-        # Flat objects are not resolved along z unless planes are enlarged.
-        min_factor = self._base[0] * 1.01 if self._flatness >= MIN_FLAT_ASPECT else 0.0
+        # Flat objects are not resolved along z unless planes are enlarged, by half of a measured flatness or more.
+        min_stretch = 1.01 if self._voxel_size else self._flatness / 2
+        min_factor = self._base[0] * min_stretch if self._flatness >= MIN_FLAT_ASPECT else 0.0
         candidates = [
             probe
             for probe in probes

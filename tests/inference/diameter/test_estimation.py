@@ -90,6 +90,22 @@ def test_a_trial_does_not_select_a_scale_at_which_flat_objects_are_not_resolved(
     assert round_objects.trial is not None
 
 
+def test_a_trial_does_not_select_a_scale_at_which_flat_objects_with_low_peaks_are_not_resolved(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit is poor at every scale, so the diameter is not used, and the confidence is high at the smallest scale."""
+
+    def score_with_low_peaks(windows: Tensor) -> Tensor:
+        return torch.cat([100 * (windows - 0.1), torch.logit((0.45 * windows).clamp(1e-3, 1 - 1e-3))], 1)
+
+    monkeypatch.setattr(estimation, "predict_confidence", lambda objects, *_: 0.9 if objects.median_size < 150 else 0.1)
+    found = estimate(balls((80, 80, 88), 16, 4), with_calibration(spec), score_with_low_peaks)
+    assert (found.diameter, found.trial) == (None, None)
+    assert found.likely_diameter is not None
+    depth, width = found.likely_diameter.lengths[0], found.likely_diameter.lengths[-1]
+    assert (depth, width) == (pytest.approx(4, rel=0.2), pytest.approx(14, rel=0.1))
+
+
 @pytest.mark.parametrize(
     ("spacing", "aspect", "expected"),
     [(2, 2, 2), (4, 4, 4), (4, 2.5, 4), (2, 5, 5 * BLURRED_DEPTH_RATIO / MAX_ROUND_ASPECT)],
