@@ -257,11 +257,6 @@ def describe_replaced_pixels(count: int) -> tuple[str, ...]:
     return (f"{count} NaN or infinite pixels were replaced with the lowest finite intensity.",) if count else ()
 
 
-def normalize_channel(pixels: Array, normalisation: Normalization) -> NDArray[np.float32]:
-    """Normalize one channel of finite numbers [Z, Y, X] to float32, within +-`MAX_MAGNITUDE`."""
-    return fit_scaling(pixels, normalisation).apply(pixels)
-
-
 def fit_scaling(channel: Channel, normalisation: Normalization) -> IntensityScaling:
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:
