@@ -17,10 +17,17 @@ MAX_MODULES_LOADED_BY_SEGMENT_ROUTE = 97
 MAX_MODULES_LOADED_BY_INFERENCE = 44
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 40
+MAX_COMPLEXITY = 10
 MAX_PACKAGE_ENTRIES = 11
 # `service/cli` has one module per command.
 MAX_COMMAND_LINE_ENTRIES = 13
 MAX_NOQA = 75
+
+# Statements and expressions that add a path to a function.
+DECISIONS = (
+    *(ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler),
+    *(ast.Assert, ast.match_case, ast.comprehension),
+)
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -91,6 +98,14 @@ def count_code_lines(source: str) -> int:
     return len(lines - documented)
 
 
+def measure_complexity(function: ast.AST) -> int:
+    """Return the number of paths. Operands of `and` and `or`, and conditions of comprehensions, count as well."""
+    nodes = list(ast.walk(function))
+    operands = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
+    conditions = sum(len(node.ifs) for node in nodes if isinstance(node, ast.comprehension))
+    return 1 + sum(isinstance(node, DECISIONS) for node in nodes) + operands + conditions
+
+
 def test_import_chains_are_short() -> None:
     deepest = max(MODULES, key=measure_depth)
     assert measure_depth(deepest) <= MAX_IMPORT_DEPTH, deepest
@@ -133,6 +148,13 @@ def test_files_and_functions_are_short() -> None:
                 indented = " " * node.col_offset + text.lstrip()
                 lines = count_code_lines("if True:\n" + indented) - 1 if node.col_offset else count_code_lines(text)
                 assert lines <= MAX_FUNCTION_LINES, (path, node.name)
+
+
+def test_functions_have_few_paths() -> None:
+    for path in [*MODULES.values(), *(ROOT / "clients").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert measure_complexity(node) <= MAX_COMPLEXITY, (path, node.name)
 
 
 def test_packages_have_few_entries() -> None:

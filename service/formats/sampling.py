@@ -328,13 +328,14 @@ def combine_calibrations(calibrations: Iterable[Calibration]) -> Calibration:
             return replace(calibration, notes=tuple(notes))
         if (calibration.z, calibration.y, calibration.x) != (None, None, None):
             known.append(calibration)
-    sizes = [
-        next((size for calibration in known if (size := getattr(calibration, axis)) is not None), None)
-        for axis in "zyx"
-    ]
+    sizes = [_get_first_size(known, axis) for axis in "zyx"]
     sources = " and ".join(dict.fromkeys(calibration.source for calibration in known))
     z, y, x = _discard_outliers(sizes, notes)
     return Calibration(z, y, x, sources or UNKNOWN_CALIBRATION.source, tuple(notes))
+
+
+def _get_first_size(calibrations: Iterable[Calibration], axis: str) -> float | None:
+    return next((size for each in calibrations if (size := getattr(each, axis)) is not None), None)
 
 
 def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:

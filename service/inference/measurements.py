@@ -176,6 +176,11 @@ def _add_box(statistics: ObjectStatistics, origin: Size, labels: Array, intensit
             np.maximum.at(statistics.max_intensities[channel], run_labels, maxima)
 
 
+def _list_suffixes(num_channels: int) -> list[str]:
+    """Return the ends of the names of columns for each channel."""
+    return [""] if num_channels == 1 else [f"-{channel}" for channel in range(num_channels)]
+
+
 def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | None, objects: Objects | None) -> Table:
     """Return the table of `measure_objects` for all labels of a volume with this shape (z, y, x)."""
     labels = np.flatnonzero(statistics.voxel_counts)
@@ -195,11 +200,7 @@ def tabulate(statistics: ObjectStatistics, shape: Size, voxel_size: VoxelSize | 
         for axis, axis_spacing in enumerate(spacing)
     }
     table |= {f"bbox-{index}": bound for index, bound in enumerate((*starts, *ends))}
-    suffixes = (
-        [""]
-        if len(statistics.intensity_sums) == 1
-        else [f"-{channel}" for channel in range(len(statistics.intensity_sums))]
-    )
+    suffixes = _list_suffixes(len(statistics.intensity_sums))
     table |= {
         f"intensity_mean{suffix}": row[labels] / voxel_counts
         for suffix, row in zip(suffixes, statistics.intensity_sums, strict=True)

@@ -147,11 +147,11 @@ def _correct_diameter(call: _Call, result: Result) -> Result:
     except (TooLarge, OutOfMemory) as error:
         log.info("%s: the stated diameter could not be corrected: %s", runner.spec.identifier, error)
         return result
-    gain = (corrected_result.confidence or 0.0) - (result.confidence or 0.0)
-    if gain < MIN_CORRECTION_GAIN:
+    confidence, corrected_confidence = (each.confidence or 0.0 for each in (result, corrected_result))
+    if corrected_confidence - confidence < MIN_CORRECTION_GAIN:
         return result
     note = (
-        f"With the specified object diameter, {stated}, the confidence is only {result.confidence or 0:.2f}, so the "
+        f"With the specified object diameter, {stated}, the confidence is only {confidence:.2f}, so the "
         f"diameter was estimated from the stack: {diameter.describe()}. To use the specified diameter, set "
         f"diameter={Diameter((used[0], used[1], used[2]), 'px')}."
     )

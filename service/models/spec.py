@@ -230,6 +230,10 @@ class ModelSpec(FrozenModel):
         for output_name in names:
             if output_name not in self.outputs:
                 raise ValueError(f"decoding: there is no output named {output_name!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_affinities(self) -> Self:
         if isinstance(self.decoding, Boundaries) and (count := len(self.decoding.affinities)):
             if self.outputs[0] != self.decoding.boundary or len(self.outputs) != 1 + count:
                 raise ValueError(
@@ -293,11 +297,12 @@ class ModelSpec(FrozenModel):
 
     @model_validator(mode="after")
     def _check_input(self) -> Self:
-        if self.input.estimate_diameter and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
+        is_diameter_unused = self.input.diameter is None or not isinstance(self.decoding, Instances)
+        if self.input.estimate_diameter and is_diameter_unused:
             raise ValueError("input.estimate_diameter requires `decoding.kind: instances` and input.diameter")
         if self.input.crop_zeros and not isinstance(self.decoding, Classes | Regions):
             raise ValueError("input.crop_zeros requires `decoding.kind: classes` or `decoding.kind: regions`")
-        if self.confidence is not None and (self.input.diameter is None or not isinstance(self.decoding, Instances)):
+        if self.confidence is not None and is_diameter_unused:
             raise ValueError("confidence requires `decoding.kind: instances` and input.diameter")
         if self.input.channel_names and len(self.input.channel_names) != self.input.channels:
             raise ValueError("input.channel_names must contain one name per channel")

@@ -39,22 +39,24 @@ def read_result(path: str) -> list[LayerData]:
     # Stacks of a single plane.
     while "Z" not in axes and data.ndim < 3:
         data, axes = data[None], f"Z{axes}"
-    shown = axes.replace("C", "")
-    sizes = {axis: pixels.get(f"PhysicalSize{axis}") for axis in "ZYX"} | {"T": pixels.get("TimeIncrement")}
-    units = {axis: pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"}
-    units["T"] = pixels.get("TimeIncrementUnit", "s")
-    arguments: dict[str, Any] = {
-        "scale": [float(sizes[axis] or 1) for axis in shown],
-        "units": [units[axis] if sizes[axis] else "pixel" for axis in shown],
-        "axis_labels": [_NAMES[axis] for axis in shown],
-        "name": kind,
-    }
+    arguments = {"name": kind, **_read_scales(pixels, axes.replace("C", ""))}
     if kind != "probabilities":
         return [(data, arguments, "labels")]
     if "C" in axes:
         arguments["channel_axis"] = axes.index("C")
         arguments["name"] = [channel["Name"] for channel in _as_list(pixels["Channel"])]
     return [(data, arguments, "image")]
+
+
+def _read_scales(pixels: dict[str, Any], axes: str) -> dict[str, Any]:
+    sizes = {axis: pixels.get(f"PhysicalSize{axis}") for axis in "ZYX"} | {"T": pixels.get("TimeIncrement")}
+    units = {axis: pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"}
+    units["T"] = pixels.get("TimeIncrementUnit", "s")
+    return {
+        "scale": [float(sizes[axis] or 1) for axis in axes],
+        "units": [units[axis] if sizes[axis] else "pixel" for axis in axes],
+        "axis_labels": [_NAMES[axis] for axis in axes],
+    }
 
 
 def _as_list(value: Any) -> list[Any]:

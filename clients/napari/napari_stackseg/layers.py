@@ -5,7 +5,6 @@ Axes are letters of TZCYXS, one per dimension of the layer's data. S are the sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,32 +52,6 @@ def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
     return (abs(scales[0]), abs(scales[1]), abs(scales[2])), "The scale of the layer has no unit; taken as µm."
 
 
-def measure_shape(shapes: Any, image: Any, axes: str, voxel_size: VoxelSize | None) -> str:
-    """Return the length of a line, or the diameter of a circle, as the parameter `diameter`: `6.5um` or `15px`.
-
-    The selected shape of the layer is measured, or else the last one. The diameter of an ellipse is that of a circle
-    with the same area. Without a voxel size, it is measured in voxels of the image. Raises ValueError for other shapes.
-    """
-    index = -1 if shapes is None else max(shapes.selected_data, default=len(shapes.data) - 1)
-    kind = shapes.shape_type[index] if index >= 0 else "nothing"
-    if kind not in {"line", "ellipse"}:
-        raise ValueError(f"Draw a line or a circle across an object in a Shapes layer, or select one. Found: {kind}.")
-    spatial = [axes.index(axis) for axis in "ZYX" if axis in axes]
-    steps = [1.0] * len(spatial) if voxel_size is None else voxel_size[-len(spatial) :]
-
-    def to_image(point: NDArray[Any]) -> NDArray[Any]:
-        world = np.asarray(shapes.data_to_world(point))[-image.ndim :]
-        world = np.pad(world, (image.ndim - len(world), 0))
-        return np.asarray(image.world_to_data(world))[spatial] * steps
-
-    corners = [to_image(point) for point in shapes.data[index]]
-    lengths = [float(np.linalg.norm(corners[i + 1] - corners[i])) for i in range(1 if kind == "line" else 2)]
-    diameter = math.prod(lengths) ** (1 / len(lengths))
-    if diameter <= 0:
-        raise ValueError("The line or circle has no length. Draw it across an object.")
-    return f"{diameter:.4g}{'px' if voxel_size is None else 'um'}"
-
-
 def make_labels_layer(
     labels: NDArray[Any], image: Any, axes: str, chosen: dict[str, int]
 ) -> tuple[NDArray[Any], dict[str, Any]]:
@@ -103,18 +76,21 @@ def make_labels_layer(
         if axes[index] not in labels_axes:
             placed = np.expand_dims(placed, index - first)
             translate[index] += image.scale[index] * chosen.get(axes[index], 0)
-    if first and np.any(image.shear):
+    return placed, {**_list_transformations(image, kept), "translate": translate[kept]}
+
+
+def _list_transformations(image: Any, kept: list[int]) -> dict[str, Any]:
+    """Return the arguments of a layer at the place of an image without its first axes."""
+    if kept[0] and np.any(image.shear):
         raise ValueError("The image is sheared. Split its channels or time points into layers first.")
-    square = np.ix_(kept, kept)
-    arguments = {
+    affine = [*kept, kept[-1] + 1]
+    return {
         "scale": np.asarray(image.scale)[kept],
-        "translate": translate[kept],
-        "rotate": np.asarray(image.rotate)[square],
-        "affine": np.asarray(image.affine.affine_matrix)[np.ix_([*kept, len(axes)], [*kept, len(axes)])],
+        "rotate": np.asarray(image.rotate)[np.ix_(kept, kept)],
+        "affine": np.asarray(image.affine.affine_matrix)[np.ix_(affine, affine)],
         "units": [image.units[index] for index in kept],
         "axis_labels": [image.axis_labels[index] for index in kept],
-    } | ({} if first else {"shear": image.shear})
-    return placed, arguments
+    } | ({} if kept[0] else {"shear": image.shear})
 
 
 def get_position(layer: Any, point: Sequence[float], axes: str, axis: str) -> int:
@@ -133,13 +109,11 @@ def take_volume(labels: NDArray[Any], axes: str, time: int | None) -> NDArray[An
     shown = axes.rstrip("S")[-labels.ndim :]
     if not set("ZYX") <= set(shown) or len(shown) != labels.ndim:
         raise ValueError(f"The labels have {labels.ndim} dimensions, which are not those of the image ({axes}).")
-    for axis, length in zip(shown, labels.shape, strict=True):
-        if axis == "C" and length > 1:
-            raise ValueError("The labels have several channels. Save the labels of one channel.")
-    index = tuple(
-        slice(None) if axis in "ZYX" else (time or 0) if axis == "T" and length > 1 else 0
-        for axis, length in zip(shown, labels.shape, strict=True)
-    )
+    lengths = dict(zip(shown, labels.shape, strict=True))
+    if lengths.get("C", 1) > 1:
+        raise ValueError("The labels have several channels. Save the labels of one channel.")
+    chosen = {"T": (time or 0) if lengths.get("T", 1) > 1 else 0, "C": 0}
+    index = tuple(chosen.get(axis, slice(None)) for axis in shown)
     order = [axis for axis in shown if axis in "ZYX"]
     return labels[index].transpose([order.index(axis) for axis in "ZYX"])
 

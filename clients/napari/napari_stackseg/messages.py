@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from stackseg_client import ProblemError
+from stackseg_client import ProblemError, Result
 
 # Patterns for parameters in messages of the server, and the words for them in the widgets, applied in this order.
 _WORDS = {
@@ -33,6 +34,20 @@ def describe_error(error: BaseException) -> str:
         return str(error) or type(error).__name__
     suggested = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in error.suggested.items())
     return rephrase(error.detail) + (f" Suggested: {suggested}." if suggested else "")
+
+
+def describe_result(result: Result, classes: Sequence[str]) -> str:
+    """Return what was found, the object diameter, and the notes and warnings of a result.
+
+    classes  names of the outputs of the model, for a result without objects
+    """
+    found = "1 object" if result.objects == 1 else f"{result.objects} objects"
+    if result.objects is None:
+        found = "Classes: " + ", ".join(f"{index} {name}" for index, name in enumerate(classes))
+    diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
+    warning = None if result.low_confidence is None else result.low_confidence.detail
+    notes = [("⚠ " if note == warning else "") + rephrase(note) for note in result.warnings]
+    return "\n\n".join([rephrase(f"{found}.{diameter}"), *notes])
 
 
 def rephrase(message: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from qtpy.QtWidgets import (
 )
 from stackseg_client import Inspection, JobReport, Model, Result
 
-from napari_stackseg import background, layers, messages
+from napari_stackseg import background, layers, measuring, messages
 from napari_stackseg.connection import CONNECTION, Connection, download_picture
 from napari_stackseg.files import read_sample
 from napari_stackseg.segmentation import Segmentation, inspect_file
@@ -63,7 +64,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         self.file_button = QPushButton("Read from the file")
         self.diameter, self.diameter_value = QComboBox(), QLineEdit()
         self.diameter_value.setPlaceholderText("6.5um or 15px")
-        self.measure_button = QPushButton("From drawn line or circle")
+        self.measure_button = QPushButton("Measure with a circle or line")
         self.threshold, self.minimum_size = QLineEdit(), QLineEdit()
         self.threshold.setPlaceholderText("model default, or 0 to 1")
         self.minimum_size.setPlaceholderText("500 voxels, or 12.5um3")
@@ -226,18 +227,31 @@ class SegmentWidget(TaskWidget[Segmentation]):
         self.message.setText(messages.rephrase(" ".join(filter(None, [text, *inspection.notes, outlook]))))
 
     def measure(self) -> None:
-        """Use the length of a drawn line, or the diameter of a drawn circle, as object diameter."""
+        """Use the drawn line or circle as object diameter, and follow its changes. Add a circle if there is none."""
         try:
             image, shapes = self.get_image(), self._viewer.layers.selection.active
             if not isinstance(shapes, Shapes):
                 shapes = next((layer for layer in reversed(self._viewer.layers) if isinstance(layer, Shapes)), None)
-            measured = layers.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
+            if shapes is None:
+                shapes = measuring.add_circle(self._viewer, image)
+            self._measure(image, shapes)
         except ValueError as error:
             self.show_error(error)
             return
-        self.message.setText(messages.rephrase(f"Measured object diameter: {measured}."))
+        # Connected once, also if the button is pressed again.
+        shapes.events.data.connect(self._update_measurement)
+
+    def _measure(self, image: Any, shapes: Any) -> None:
+        measured = measuring.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
+        hint = " Drag the circle, or its corners, over an object." if shapes.name == measuring.CIRCLE_NAME else ""
+        self.message.setText(messages.rephrase(f"Measured object diameter: {measured}.") + hint)
         self.diameter_value.setText(measured)
         self.diameter.setCurrentIndex(self.diameter.findData(""))
+
+    def _update_measurement(self, event: Any) -> None:
+        # While a shape is being drawn or removed, there may be nothing to measure.
+        with suppress(ValueError):
+            self._measure(self.get_image(), event.source)
 
     def get_voxel_size(self) -> layers.VoxelSize | None:
         """Return the voxel size Z, Y, X in micrometers. Raises ValueError if the text is none."""
@@ -315,16 +329,16 @@ class SegmentWidget(TaskWidget[Segmentation]):
             self.message.setText("Canceled.")
             return
         self.progress.setValue(100)
-        chosen = {"C": run.parameters["channel"] or 0}
-        if isinstance(run.parameters["time"], int):
-            chosen["T"] = run.parameters["time"]
-        axes = run.parameters["axes"]
+        parameters = run.parameters
+        chosen = {"C": parameters["channel"] or 0}
+        if isinstance(parameters["time"], int):
+            chosen["T"] = parameters["time"]
         try:
-            labels, arguments = layers.make_labels_layer(result.labels, image, axes, chosen)
+            labels, arguments = layers.make_labels_layer(result.labels, image, parameters["axes"], chosen)
         except ValueError as error:
             self.show_error(error)
             return
-        metadata = {"job": run.job and run.job.id, "image": image.name, "parameters": run.parameters}
+        metadata = {"job": run.job and run.job.id, "image": image.name, "parameters": parameters}
         self._viewer.add_labels(
             labels,
             name=f"{image.name} labels",
@@ -332,11 +346,5 @@ class SegmentWidget(TaskWidget[Segmentation]):
             metadata={"stackseg": metadata},
             **arguments,
         )
-        diameter = f" Object diameter: {result.diameter.replace(';', ',')}." if result.diameter else ""
-        doubt = None if result.low_confidence is None else result.low_confidence.detail
-        notes = [("⚠ " if note == doubt else "") + messages.rephrase(note) for note in result.warnings]
-        found = "1 object" if result.objects == 1 else f"{result.objects} objects"
-        if result.objects is None:
-            outputs = next((model.outputs for model, _ in self._models if model.name == run.parameters["model"]), [])
-            found = "Classes: " + ", ".join(f"{index} {name}" for index, name in enumerate(outputs))
-        self.message.setText("\n\n".join([messages.rephrase(f"{found}.{diameter}"), *notes]))
+        outputs = next((model.outputs for model, _ in self._models if model.name == parameters["model"]), [])
+        self.message.setText(messages.describe_result(result, outputs))

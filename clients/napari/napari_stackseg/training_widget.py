@@ -94,22 +94,21 @@ class TrainingWidget(TaskWidget[Training]):
         record = labels.metadata.get("stackseg", {})
         # The job is that of another stack if the user has chosen another image.
         record = record if record.get("image") == image.name else {}
-        known = record.get("parameters", {})
+        parameters = self._get_parameters(image, record.get("parameters", {}))
+        volume = layers.take_volume(np.asarray(layers.get_pixels(labels)), parameters["axes"], parameters["time"])
+        name = self.name.text().strip() or image.name
+        return Correction(volume, layers.get_pixels(image), name, parameters, record.get("job"))
+
+    def _get_parameters(self, image: Any, known: dict[str, Any]) -> dict[str, Any]:
+        """Return the parameters of the labels: those of their segmentation, or else those of the image."""
         axes = known.get("axes") or next(iter(layers.list_axes(image)), "")
         if "Z" not in axes:
             raise ValueError(f"{image.name} is not a stack with the axes ZYX, so no model can be trained on it.")
         time = known.get("time")
         if "T" in axes and not isinstance(time, int):
             time = layers.get_position(image, self._viewer.dims.point, axes, "T")
-        parameters = {
-            "axes": axes,
-            "voxel_size": known["voxel_size"] if known else layers.get_voxel_size(image, axes)[0],
-            "channel": known.get("channel"),
-            "time": time,
-        }
-        volume = layers.take_volume(np.asarray(layers.get_pixels(labels)), axes, time)
-        name = self.name.text().strip() or image.name
-        return Correction(volume, layers.get_pixels(image), name, parameters, record.get("job"))
+        voxel_size = known["voxel_size"] if known else layers.get_voxel_size(image, axes)[0]
+        return {"axes": axes, "voxel_size": voxel_size, "channel": known.get("channel"), "time": time}
 
     def save(self) -> None:
         """Store the corrected labels with their stack on the server."""

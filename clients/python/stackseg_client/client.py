@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from stackseg_client import operations, projects
 from stackseg_client.bodies import Source
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
-from stackseg_client.folders import FolderItem, plan_folder
+from stackseg_client.folders import FolderItem, FolderRun, plan_folder
 from stackseg_client.operations import JobFollower, Operation, Retries
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import Project
@@ -161,7 +161,7 @@ class Client:
         overwrite_labels: bool = False,
         concurrency: int = 2,
         **parameters: Unpack[Parameters],
-    ) -> Iterator[FolderItem]:
+    ) -> FolderRun:
         """Segment the stacks in a folder, and yield each of them when it is finished.
 
         Args:
@@ -175,14 +175,15 @@ class Client:
             parameters: see `Parameters`
 
         A stack that the server refuses is reported in `FolderItem.error`. Other errors end the run. Call the function
-        again to continue.
+        again to continue. The length of the iterator is the number of stacks: `tqdm(...)` shows a progress bar.
 
         >>> for item in client.segment_folder("stacks", "labels", suffix=".npy"):
         ...     print(f"{item.done}/{item.total} {item.path.name}: {item.error or item.result}")
         1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warning, path='labels/a_labels.npy'>
         """
         items = plan_folder(folder, labels_folder, pattern, suffix)
-        return self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
+        run = self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
+        return FolderRun(run, len(items))
 
     def upload(self, source: Source, /, *, name: str | None = None) -> Stack:
         """Upload a stack once, for several requests with `stack=`.

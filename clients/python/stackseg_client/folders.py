@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,19 @@ class FolderItem:
     total: int = 0
 
 
+class FolderRun(Iterator[FolderItem]):
+    """The stacks of a folder, each when it is finished. Its length is their number, for programs that show progress."""
+
+    def __init__(self, items: Iterator[FolderItem], total: int) -> None:
+        self._items, self._total = items, total
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __next__(self) -> FolderItem:
+        return next(self._items)
+
+
 def plan_folder(folder: SavePath, labels_folder: SavePath, pattern: str, suffix: str) -> list[FolderItem]:
     """Return the stacks in a folder that match a glob pattern, and the files for their labels, in the order of names.
 
@@ -51,11 +65,15 @@ def plan_folder(folder: SavePath, labels_folder: SavePath, pattern: str, suffix:
     if not paths:
         raise ValueError(f"{source} has no stacks that match {pattern!r}.")
     items = [FolderItem(path, target / _name_labels(path.relative_to(source), suffix)) for path in paths]
+    _check_names(items)
+    return items
+
+
+def _check_names(items: list[FolderItem]) -> None:
     stacks: dict[Path, Path] = {}
     for item in items:
         if (other := stacks.setdefault(item.labels_path, item.path)) != item.path:
             raise ValueError(f"The labels of {other} and {item.path} would both be {item.labels_path}. Rename one.")
-    return items
 
 
 def _name_labels(path: Path, suffix: str) -> Path:

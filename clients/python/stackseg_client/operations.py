@@ -91,16 +91,7 @@ class Retries:
         Logs delays of over a second.
         """
         backoff = min(FIRST_DELAY_SECONDS * 2**attempt, MAX_BACKOFF_SECONDS) * random.uniform(1, 1.5)  # noqa: S311
-        backoff = min(backoff, self.max_seconds)
-        delay: float | None = None
-        if isinstance(error, ProblemError) and error.status in {429, 503} and error.retry_after is not None:
-            delay = max(error.retry_after, backoff)
-        elif isinstance(error, ProblemError):
-            # A proxy that does not reach the server.
-            is_temporary = error.type == "about:blank" and error.status in {502, 503, 504}
-            delay = backoff if is_temporary and is_repeatable else None
-        elif isinstance(error, ConnectionFailed) and (is_repeatable or not error.is_sent):
-            delay = backoff
+        delay = _choose_delay(error, min(backoff, self.max_seconds), is_repeatable=is_repeatable)
         if delay is None or attempt >= self.count or delay > self.max_seconds:
             return None
         if delay > 1:
@@ -110,6 +101,19 @@ class Retries:
     def make_patient(self) -> Retries:
         """Return the settings for work that takes long."""
         return replace(self, count=max(self.count, PATIENT_RETRIES)) if self.count else self
+
+
+def _choose_delay(error: StackSegError, backoff: float, *, is_repeatable: bool) -> float | None:
+    """Return the seconds that the server asks for, at least `backoff`; None if the request must not be repeated."""
+    if isinstance(error, ConnectionFailed):
+        return backoff if is_repeatable or not error.is_sent else None
+    if not isinstance(error, ProblemError):
+        return None
+    if error.status in {429, 503} and error.retry_after is not None:
+        return max(error.retry_after, backoff)
+    # A proxy that does not reach the server.
+    is_temporary = error.type == "about:blank" and error.status in {502, 503, 504}
+    return backoff if is_temporary and is_repeatable else None
 
 
 class JobFollower:

@@ -87,21 +87,19 @@ class Result:
         return f"<Result of {self.model}: {self.objects} objects, {warnings}{where}>"
 
     @cached_property
-    def labels(self) -> NDArray[Any]:
+    def labels(self) -> Any:
         """The labels [Z, Y, X] (uint16 or uint32), background 0; or the output that the request selected.
 
         Classes have the dtype uint8. Probabilities [C, Z, Y, X] have the dtype float32. Results with several time
-        points have a first axis T. Labels in an `.npy` file are memory-mapped, and all others are decoded on the first
-        access. Raises ValueError if the result has no labels that this client can read.
+        points have a first axis T. Labels in an `.npy` file are memory-mapped. Those in an `.ozx` file are a Zarr
+        array, which decodes the blocks that are read. All others are decoded on the first access. Raises ValueError if
+        the result has no labels that this client can read, and ImportError for `.ozx` if the package zarr is missing.
         """
-        if self.path is not None and self.path.suffix.lower() == ".npy":
-            mapped: NDArray[Any] = np.load(self.path, mmap_mode="r")
-            return mapped
-        if self.path is not None and self.path.suffix.lower() not in {".tif", ".tiff"}:
-            raise ValueError(f"Read {self.path} with a library for its format, or save the result as .tif or .npy.")
-        if self.path is None and not self._content:
+        if self.path is not None:
+            return _open_labels(self.path)
+        if not self._content:
             raise ValueError("The server saved this result on its own host: see `saved`.")
-        return _decode_tiff(self.path or io.BytesIO(self._content))
+        return _decode_tiff(io.BytesIO(self._content))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:  # noqa: FBT001 - NumPy's protocol
         """Return the labels, for functions that accept arrays."""
@@ -200,11 +198,7 @@ def get_suffix(path: Path) -> str:
 
 def _parse_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     """Return the metadata of a result, as keyword arguments of `Result`."""
-    warning = json.loads(headers.get("X-StackSeg-Warning", "null"))
-    low_confidence = None
-    if warning is not None:
-        suggested = re.findall(r"(\w+)=([^\s&;]+)", warning.get("try") or "")
-        low_confidence = LowConfidence(warning["detail"], dict(suggested))
+    low_confidence = _parse_warning(headers.get("X-StackSeg-Warning", "null"))
     notes = [low_confidence.detail] if low_confidence is not None else []
     if "X-StackSeg-Note" in headers:
         notes.append(headers["X-StackSeg-Note"])
@@ -223,6 +217,14 @@ def _parse_headers(headers: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def _parse_warning(header: str) -> LowConfidence | None:
+    warning = json.loads(header)
+    if warning is None:
+        return None
+    suggested = re.findall(r"(\w+)=([^\s&;]+)", warning.get("try") or "")
+    return LowConfidence(warning["detail"], dict(suggested))
+
+
 def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[Any]:
     """Decode a result, in memory or into the `.npy` file `target`."""
     with tifffile.TiffFile(file) as tiff:
@@ -238,6 +240,28 @@ def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[A
         series.asarray(out=array.reshape(series.shape), maxworkers=MAX_THREADS)
         array.flush()
         return array
+
+
+def _open_labels(path: Path) -> Any:
+    suffix = get_suffix(path)
+    if suffix == ".npy":
+        return np.load(path, mmap_mode="r")
+    if suffix == ".ozx":
+        return _open_zarr(path)
+    if suffix == ".nii.gz":
+        raise ValueError(f"Read {path} with nibabel, or save the result as .tif, .npy or .ozx.")
+    return _decode_tiff(path)
+
+
+def _open_zarr(path: Path) -> Any:
+    """Return the array at full resolution of an OME-Zarr in one file."""
+    try:
+        import zarr  # noqa: PLC0415 - an optional package
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is read with the package zarr: pip install zarr. Or save the result as .npy."
+        ) from error
+    return zarr.open_group(zarr.storage.ZipStore(path, mode="r"), mode="r")["0"]
 
 
 def parse_table(content: bytes | bytearray) -> Table:

@@ -40,12 +40,8 @@ def run(options: argparse.Namespace, settings: Settings) -> None:
 
 def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, ScoreRow]]:
     """Yield the scores of each method on each stack."""
+    _check_diameters(options)
     pairs = list_pairs(options)
-    if options.partial_planes and {"mean", "extents"} & set(options.diameter):
-        raise BadParameter(
-            "--diameter mean and extents measure whole objects, so they cannot be combined with --partial-planes."
-            " Specify the diameter along z, y and x, such as 7,15,15px."
-        )
     label_options = LabelOptions(ignored=options.ignore_label, has_partial_planes=options.partial_planes)
     runner = ModelRunner(choose_model(options.model, settings), settings)
     if not runner.spec.has_objects:
@@ -62,6 +58,14 @@ def _score_all(options: argparse.Namespace, settings: Settings) -> Iterator[tupl
         if not (options.no_floor or options.partial_planes):
             score_functions.append(partial(score_classical, volume, truth, unknown))
         yield from ((get_stack_name(path), score()) for score in score_functions)
+
+
+def _check_diameters(options: argparse.Namespace) -> None:
+    if options.partial_planes and {"mean", "extents"} & set(options.diameter):
+        raise BadParameter(
+            "--diameter mean and extents measure whole objects, so they cannot be combined with --partial-planes."
+            " Specify the diameter along z, y and x, such as 7,15,15px."
+        )
 
 
 def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:

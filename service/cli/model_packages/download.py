@@ -134,14 +134,9 @@ class Downloader:
 
     def _check_url(self, url: str, *, origin: str | None = None) -> None:
         """Raise BadParameter if a URL, or the target of a redirect from `origin`, is not allowed."""
-        try:
-            parts = urlsplit(url)
-            is_valid = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_valid = False
-        if not is_valid or "@" in parts.netloc or re.search(r"[\x00-\x20\x7f]", url):
+        if not _is_valid_url(url):
             raise BadParameter(f"{url!r:.200} is not a valid URL. Use https://HOST/PATH without a user name.")
-        if parts.scheme == "https" or self.allow_http:
+        if urlsplit(url).scheme == "https" or self.allow_http:
             return
         if is_loopback(url) and (origin is None or is_loopback(origin)):
             return
@@ -224,6 +219,15 @@ def _is_continuation(status: int, headers: Message, transfer: _Transfer) -> bool
 
 def _is_status(error: OSError) -> bool:
     return isinstance(error, urllib.error.HTTPError)
+
+
+def _is_valid_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        is_complete = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+    return is_complete and "@" not in parts.netloc and re.search(r"[\x00-\x20\x7f]", url) is None
 
 
 def _is_temporary(error: Exception) -> bool:

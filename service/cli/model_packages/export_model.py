@@ -22,11 +22,7 @@ from service.models.spec import DOI_PATTERN, Citation, ModelSpec
 def export_model(spec: ModelSpec, options: argparse.Namespace, settings: Settings) -> int:
     """Write a model to a file, and print notes for the operator. Raises BadParameter for inconsistent options."""
     path: Path = options.out
-    formats: dict[str, exporter.ExportFormat] = {suffix: name for name, suffix in exporter.SUFFIXES.items()}
-    export_format = formats.get(path.suffix)
-    if export_format is None or options.format not in {None, export_format}:
-        expected = ", ".join(formats) if options.format is None else exporter.SUFFIXES[options.format]
-        raise BadParameter(f"--out: the suffix of {path} is {path.suffix!r}; expected {expected}.")
+    export_format = _choose_format(options)
     if path.exists() and not options.force:
         raise BadParameter(f"{path} already exists. Choose another name, or use --force to replace the file.")
     if not path.parent.is_dir():
@@ -39,6 +35,16 @@ def export_model(spec: ModelSpec, options: argparse.Namespace, settings: Setting
     for note in notes:
         sys.stdout.write(f"note: {note}\n")
     return 0
+
+
+def _choose_format(options: argparse.Namespace) -> exporter.ExportFormat:
+    path: Path = options.out
+    formats: dict[str, exporter.ExportFormat] = {suffix: name for name, suffix in exporter.SUFFIXES.items()}
+    export_format = formats.get(path.suffix)
+    if export_format is None or options.format not in {None, export_format}:
+        expected = ", ".join(formats) if options.format is None else exporter.SUFFIXES[options.format]
+        raise BadParameter(f"--out: the suffix of {path} is {path.suffix!r}; expected {expected}.")
+    return export_format
 
 
 def _read_sample(spec: ModelSpec, settings: Settings) -> Volume | None:

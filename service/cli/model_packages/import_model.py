@@ -205,7 +205,7 @@ def run_import(options: argparse.Namespace, settings: Settings) -> int:
     if settings.models.folder is None:
         raise BadParameter("Specify the folder for the model with --models FOLDER. It is created if it does not exist.")
     folder = settings.models.folder
-    file_keys = {} if options.key_file is None else _read_key_file(options.key_file)
+    file_keys = _read_key_file(options.key_file)
     option_values = {
         question.option: text for question in QUESTIONS if (text := getattr(options, question.key)) is not None
     }
@@ -339,10 +339,10 @@ def _parse_answer(question: Question, text: str) -> Any:
         ) from error
 
 
-def _read_key_file(path: Path) -> dict[str, Any]:
-    """Read keys of model.yaml from a YAML file. Raises ConfigError."""
+def _read_key_file(path: Path | None) -> dict[str, Any]:
+    """Read keys of model.yaml from a YAML file, if there is one. Raises ConfigError."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):

@@ -75,22 +75,26 @@ def _read_stacks(options: argparse.Namespace, base: ModelSpec | None) -> list[An
         axes=options.axes,
         voxel_size=None if options.voxel_size is None else _parse_voxel_size(options.voxel_size),
     )
+    label_options = _make_label_options(options, base)
+    return [
+        read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)
+        for image, label_file in list_pairs(options)
+    ]
+
+
+def _make_label_options(options: argparse.Namespace, base: ModelSpec | None) -> LabelOptions:
     diameter = parse_diameter(options.diameter or "auto")
     target = options.target or ("instances" if base is None else get_target(base))
     if target != "instances" and options.diameter not in {None, "none"}:
         raise BadParameter(f"--diameter cannot be used with --target {target}, which uses the original resolution.")
     has_diameter = target == "instances" and diameter != "none" and (base is None or base.input.diameter is not None)
-    label_options = LabelOptions(
+    return LabelOptions(
         None if isinstance(diameter, str) else diameter,
         has_diameter,
         options.ignore_label,
         options.partial,
         options.partial_planes,
     )
-    return [
-        read_stack(StackFiles(name_stack(image), image, label_file, selection=selection), label_options)
-        for image, label_file in list_pairs(options)
-    ]
 
 
 def _parse_voxel_size(text: str) -> VoxelSize:

@@ -92,18 +92,18 @@ def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: Mo
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     """Return the sorted relative paths of the stacks in a folder. Raises BadParameter if there are none."""
     is_zarr = cache(is_zarr_folder)
-    # A broken link is listed as well, so that the run reports it.
-    paths = [
-        path
-        for path in folder.glob(glob or "*")
-        if path.is_file() or is_zarr(path) or (path.is_symlink() and not path.exists())
-    ]
+
+    def is_candidate(path: Path) -> bool:
+        # A broken link is listed as well, so that the run reports it.
+        if not (path.is_file() or is_zarr(path) or (path.is_symlink() and not path.exists())):
+            return False
+        return not any(map(is_zarr, _list_parents(path, folder)))
+
     names = [
         str(path.relative_to(folder))
-        for path in paths
+        for path in filter(is_candidate, folder.glob(glob or "*"))
         # Unlike `Path.resolve`, `realpath` supports loops of links.
         if out.resolve() not in Path(os.path.realpath(path)).parents
-        and not any(map(is_zarr, _list_parents(path, folder)))
     ]
     if stacks := select_stacks(names, glob, partial(_open_stack, folder)):
         return stacks

@@ -54,21 +54,30 @@ def parse_description(result: Any) -> Description:
     texts = (description.container, description.axes, description.dtype, description.voxel_size_from)
     lists = (description.channels, description.notes, description.colours, description.scenes)
     _check_texts([*texts, description.problem, *itertools.chain(*lists)])
-    first, stop = description.time_points or (0, 1)
-    is_valid = (
+    if not (_has_valid_pixels(description) and _has_valid_times(description)):
+        raise ValueError(INVALID_REPLY_MESSAGE)
+    return description
+
+
+def _has_valid_pixels(description: Description) -> bool:
+    return (
         np.dtype(description.dtype).kind in "uifcb"
         and min(description.shape) >= 1
         and len(description.stored_shape) == len(description.axes) <= MAX_DIMENSIONS
         and min(description.stored_shape, default=0) >= 0
         and max(math.prod(description.shape), math.prod(description.stored_shape)) <= _MAX_NUMBER
-        and 1 <= description.times <= _MAX_NUMBER
-        and 0 <= first < stop <= description.times
         and all(size is None or 0 < size < math.inf for size in description.partial_voxel_size or ())
+    )
+
+
+def _has_valid_times(description: Description) -> bool:
+    """Return whether the selected time points and the scene of the example exist."""
+    first, stop = description.time_points or (0, 1)
+    return (
+        1 <= description.times <= _MAX_NUMBER
+        and 0 <= first < stop <= description.times
         and (description.example_scene is None or 0 <= description.example_scene < len(description.scenes))
     )
-    if not is_valid:
-        raise ValueError(INVALID_REPLY_MESSAGE)
-    return description
 
 
 def parse_location(result: dict[str, Any], limit_bytes: int) -> VolumeLocation:

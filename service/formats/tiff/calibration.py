@@ -82,17 +82,20 @@ def _read_shaped(_tiff: TiffFile, page: TiffPage) -> Calibration:
 
 def _read_micromanager(tiff: TiffFile, page: TiffPage) -> Calibration:
     """Read the header of a Micro-Manager stack or, for a single file without a header, the tag of the page."""
-    page_header = page.tags.valueof(_MICROMANAGER_TAG) or {}
+    page_header = page.tags.valueof(_MICROMANAGER_TAG)
     page_header = page_header if isinstance(page_header, Mapping) else {}
-    try:
-        summary = (tiff.micromanager_metadata or {}).get("Summary") or {}
-    except _METADATA_ERRORS:
-        summary = {}
-    summary = summary or page_header.get("Summary") or {}
+    summary = _read_micromanager_summary(tiff) or page_header.get("Summary") or {}
     pixel_sizes = (summary.get("PixelSize_um"), page_header.get("PixelSizeUm"), page_header.get("PixelSize_um"))
     pixel_size = next((size for size in pixel_sizes if size), None)
     step = summary.get("z-step_um") or page_header.get("z-step_um") or None
     return sampling.parse_calibration([step, pixel_size, pixel_size], "um", "Micro-Manager metadata")
+
+
+def _read_micromanager_summary(tiff: TiffFile) -> Mapping[str, Any] | None:
+    try:
+        return (tiff.micromanager_metadata or {}).get("Summary")
+    except _METADATA_ERRORS:
+        return None
 
 
 def _read_lsm(tiff: TiffFile, _page: TiffPage) -> Calibration:

@@ -321,10 +321,10 @@ def read_details(ome_xml: str) -> OmeDetails:
     Returns no details if the XML is not usable.
     """
     try:
-        root = _parse_root(ome_xml) if "OME" in ome_xml[:2000] else None
+        elements = list(_parse_root(ome_xml).iter()) if "OME" in ome_xml[:2000] else []
     except (BadFile, UnusableOme):
-        root = None
-    candidates = [] if root is None else [element for element in root.iter() if _get_local_name(element) == "Pixels"]
+        return OmeDetails()
+    candidates = [element for element in elements if _get_local_name(element) == "Pixels"]
     if not candidates:
         return OmeDetails()
     pixels = max(candidates, key=_count_voxels)

@@ -240,35 +240,50 @@ def _read_series(
 ) -> StoredImage:
     """Return the largest image that tifffile finds in the file."""
     candidates = [series for series in _list_series(tiff, kind) if math.prod(series.shape)]
-    metadata_problem = f"its metadata ({metadata.CONTAINER_NAMES[kind]}) contradicts its pages"
     if not candidates or candidates[0].kind != kind:
-        image = read_plain_pages(tiff, structure)
-        return replace(image, container=metadata.CONTAINER_NAMES[kind], metadata_problem=metadata_problem)
+        return _read_contradicted_pages(tiff, structure, kind)
     # An index of planes may list only a part of the pages.
     described_count = sum(math.prod(series.shape) // max(1, series.keyframe.size) for series in candidates)
     if described_count < page_loader.count_planes(tiff, structure):
-        image = add_metadata(read_plain_pages(tiff, structure), tiff, kind)
-        return replace(image, metadata_problem=metadata_problem)
+        return add_metadata(_read_contradicted_pages(tiff, structure, kind), tiff, kind)
     series = max(candidates, key=lambda series: math.prod(series.shape))
-    is_contiguous = series.dataoffset is not None
-    pages = (series.keyframe,) if is_contiguous else _require_all_pages(list(series))
+    pages, is_contiguous = _load_pages(tiff, structure, series, expected_count)
     axes, shape = _get_dimensions(series)
-    if kind == "stk" and metadata.is_stk_stack(tiff):
-        # tifffile requires a distance of the first plane as well.
-        axes = f"Z{axes[1:]}"
-    if is_contiguous and len(structure.offsets) == expected_count and not is_in_page_order(tiff, structure):
-        is_contiguous, pages = False, page_loader.load_pages(tiff, structure, range(expected_count))
     image = StoredImage(
         container=metadata.CONTAINER_NAMES[kind],
         axes=axes,
         shape=shape,
         pages=pages,
         is_contiguous=is_contiguous,
-        # With the `axes` of the request, the planes are not read as plain pages, because only the first has a page.
-        metadata_problem=metadata.find_stk_problem(tiff) if kind == "stk" and selection.axes is None else "",
         notes=make_choice_notes(len(candidates), series.name),
     )
-    return add_metadata(image, tiff, kind)
+    return add_metadata(_check_metamorph(image, tiff, selection) if kind == "stk" else image, tiff, kind)
+
+
+def _check_metamorph(image: StoredImage, tiff: TiffFile, selection: Selection) -> StoredImage:
+    """Return an image with the axis of the planes of a MetaMorph file, and with what contradicts it."""
+    # tifffile requires a distance of the first plane as well.
+    axes = f"Z{image.axes[1:]}" if metadata.is_stk_stack(tiff) else image.axes
+    # With the `axes` of the request, the planes are not read as plain pages, because only the first has a page.
+    problem = metadata.find_stk_problem(tiff) if selection.axes is None else ""
+    return replace(image, axes=axes, metadata_problem=problem)
+
+
+def _load_pages(
+    tiff: TiffFile, structure: Structure, series: TiffPageSeries, expected_count: int
+) -> tuple[tuple[Page, ...], bool]:
+    """Return the pages of an image, or the first one if the pixels follow it, and whether they do."""
+    if series.dataoffset is None:
+        return _require_all_pages(list(series)), False
+    if len(structure.offsets) == expected_count and not is_in_page_order(tiff, structure):
+        return page_loader.load_pages(tiff, structure, range(expected_count)), False
+    return (series.keyframe,), True
+
+
+def _read_contradicted_pages(tiff: TiffFile, structure: Structure, kind: str) -> StoredImage:
+    container = metadata.CONTAINER_NAMES[kind]
+    problem = f"its metadata ({container}) contradicts its pages"
+    return replace(read_plain_pages(tiff, structure), container=container, metadata_problem=problem)
 
 
 # tifffile 2026.5 can select the kind of series and keep dimensions of length 1. The last version that supports

@@ -48,11 +48,7 @@ class ImarisScene(Scene):
         first_time = _open(self._resolution, "TimePoint 0")
         num_channels = _count_groups(first_time, "Channel", MAX_CHANNELS)
         pixels = _open_pixels(first_time, "Channel 0/Data")
-        # Datasets are padded to complete chunks, so the size is stored separately.
-        stated = [self._read_text(axis) or _read_size(first_time, axis) for axis in "ZYX"]
-        size = tuple(int(text or length) for text, length in zip(stated, pixels.shape, strict=True))
-        if min(size) < 1 or any(stored < length for stored, length in zip(pixels.shape, size, strict=True)):
-            raise BadFile(f"The file states {size} voxels along z, y and x, but stores {pixels.shape}.")
+        size = self._find_size(first_time, pixels.shape)
         self.axes, self.shape = "TCZYX", (num_times, num_channels, *size)
         self.dtype = pixels.dtype
         self.calibration = parse_calibration(
@@ -68,6 +64,14 @@ class ImarisScene(Scene):
 
     def _read_text(self, name: str) -> str:
         return _decode(self._image.attrs.get(name, b""))
+
+    def _find_size(self, first_time: h5py.Group, stored_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the size (z, y, x). Datasets are padded to complete chunks, so it is stored separately."""
+        stated = [self._read_text(axis) or _read_size(first_time, axis) for axis in "ZYX"]
+        size = tuple(int(text or length) for text, length in zip(stated, stored_shape, strict=True))
+        if min(size) < 1 or any(stored < length for stored, length in zip(stored_shape, size, strict=True)):
+            raise BadFile(f"The file states {size} voxels along z, y and x, but stores {stored_shape}.")
+        return size
 
     def _find_voxel_size(self, axis: int, length: int) -> float | None:
         """Return the voxel size in micrometers, or None if unknown."""

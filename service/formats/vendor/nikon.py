@@ -62,9 +62,10 @@ class Nd2Scene(Scene):
         self._format = _parse_frame_format(file)
         self.dtype = self._format.dtype
         height, width, num_channels, num_samples = self._format.shape
-        self.axes = "".join(axis for axis, _ in loops if axis != "P") + "CYX"
-        loop_lengths = tuple(length for axis, length in loops if axis != "P")
-        self.shape = (*loop_lengths, num_channels * num_samples, height, width)
+        own_loops = dict(loops)
+        own_loops.pop("P", None)
+        self.axes = "".join(own_loops) + "CYX"
+        self.shape = (*own_loops.values(), num_channels * num_samples, height, width)
         self.stored_planes = self._find_frames(stream.seek(0, os.SEEK_END))
         # A frame contains all channels, which are read one after another.
         self._read_frame = lru_cache(maxsize=1)(self._decode_frame)
@@ -187,14 +188,20 @@ def _find_time_interval(file: nd2.ND2File) -> TimeInterval | None:
     return None
 
 
-def open_file(stream: BinaryIO) -> SceneFile:
-    """Open a file from a stream, which must stay open."""
-    file = nd2.ND2File(cast(Any, stream))
+def _list_loops(file: nd2.ND2File) -> list[tuple[str, int]]:
+    """Return the axis and the length of each loop with several steps. Raises BadFile for loops of other kinds."""
     loops = [(_AXES.get(loop.type, "?"), loop.count) for loop in file.experiment if loop.count != 1]
     axes = [axis for axis, _ in loops]
     if "?" in axes or len(set(axes)) < len(axes):
         kinds = ", ".join(f"{loop.type} ({loop.count})" for loop in file.experiment)
         raise BadFile(f"The loops of this file are not supported: {kinds}. Export the image as an OME-TIFF in NIS.")
+    return loops
+
+
+def open_file(stream: BinaryIO) -> SceneFile:
+    """Open a file from a stream, which must stay open."""
+    file = nd2.ND2File(cast(Any, stream))
+    loops = _list_loops(file)
     points = [loop.parameters.points for loop in file.experiment if loop.type == "XYPosLoop" and loop.count > 1]
     names = tuple(point.name or "" for point in points[0]) if points else ("",)
     return SceneFile(names, lambda index: Nd2Scene(file, loops, index, stream))

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -134,14 +134,8 @@ def _find_planes(names: Mapping[str, str], stated_lengths: Mapping[str, int]) ->
 
     An axis with several positions in the settings is an axis of the planes, also if their names lack it.
     """
-    matches = {name: match for name in names if (match := _PLANE_NAME.fullmatch(name))}
-    positions = {name: dict(re.findall(r"([A-Z])(\d{3})", match[1])) for name, match in matches.items()}
-    if not positions:
-        raise BadFile("The file contains no planes. A zip archive must contain NAME.oif and the folder NAME.oif.files.")
-    letters = {axis for position in positions.values() for axis in position}
-    if letters - set(_PLANE_AXES):
-        raise BadFile(f"The axes {''.join(sorted(letters))} of this image are not supported. Export it as an OME-TIFF.")
-    axes = "".join(axis for axis in _PLANE_AXES if axis in letters or stated_lengths[axis] > 1)
+    positions = _parse_plane_names(names)
+    axes = _choose_axes({axis for position in positions.values() for axis in position}, stated_lengths)
     # Planes are numbered from 1.
     planes = {
         tuple(int(position.get(axis, 1)) - 1 for axis in axes): names[name] for name, position in positions.items()
@@ -149,6 +143,20 @@ def _find_planes(names: Mapping[str, str], stated_lengths: Mapping[str, int]) ->
     if min(min(position, default=0) for position in planes) < 0 or len(planes) < len(positions):
         raise BadFile("The numbers in the names of the planes are not valid. Export the image as an OME-TIFF.")
     return axes, planes
+
+
+def _parse_plane_names(names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the positions in the names of planes by axis, counted from 1. Raises BadFile if there are none."""
+    matches = {name: match for name in names if (match := _PLANE_NAME.fullmatch(name))}
+    if not matches:
+        raise BadFile("The file contains no planes. A zip archive must contain NAME.oif and the folder NAME.oif.files.")
+    return {name: dict(re.findall(r"([A-Z])(\d{3})", match[1])) for name, match in matches.items()}
+
+
+def _choose_axes(letters: set[str], stated_lengths: Mapping[str, int]) -> str:
+    if letters - set(_PLANE_AXES):
+        raise BadFile(f"The axes {''.join(sorted(letters))} of this image are not supported. Export it as an OME-TIFF.")
+    return "".join(axis for axis in _PLANE_AXES if axis in letters or stated_lengths[axis] > 1)
 
 
 def _list_axes(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

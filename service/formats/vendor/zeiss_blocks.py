@@ -186,16 +186,7 @@ def get_pixel_format(pixel_type: int) -> tuple[np.dtype[Any], int]:
 
 def _combine_tables(tables: Sequence[Array]) -> Directory:
     """Combine the entries with different numbers of dimensions."""
-    count = sum(len(table) for table in tables)
-    columns = dict[str, dict[str, Array]](start={}, size={}, stored_size={})
-    offsets = itertools.accumulate((len(table) for table in tables), initial=0)
-    for table, offset in zip(tables, offsets, strict=False):
-        for dimension in table["dimensions"].T:
-            for name in np.unique(dimension["axis"]):
-                rows = np.flatnonzero(dimension["axis"] == name)
-                for column, values in columns.items():
-                    default = np.full(count, column != "start", np.int64)
-                    values.setdefault(name.decode("ascii", "replace"), default)[rows + offset] = dimension[column][rows]
+    columns = _combine_columns(tables)
     entries = np.concatenate([table["entry"] for table in tables]) if tables else np.empty(0, _ENTRY)
     if entries["file_part"].any():
         raise BadFile("The image is stored in several files. Save it as one CZI file in ZEN.")
@@ -204,6 +195,21 @@ def _combine_tables(tables: Sequence[Array]) -> Directory:
     if any((size < 1).any() for size in sizes.values()):
         raise BadFile("The directory of the subblocks is damaged: a subblock is empty. Copy or export the file again.")
     return Directory(entries["pixel_type"], entries["position"], columns["start"], sizes, stored_sizes)
+
+
+def _combine_columns(tables: Sequence[Array]) -> dict[str, dict[str, Array]]:
+    """Return the start, size and stored size of all entries by axis. Axes that an entry lacks have the size 1."""
+    count = sum(map(len, tables))
+    columns = dict[str, dict[str, Array]](start={}, size={}, stored_size={})
+    offsets = itertools.accumulate(map(len, tables), initial=0)
+    for table, offset in zip(tables, offsets, strict=False):
+        for dimension in table["dimensions"].T:
+            for name in np.unique(dimension["axis"]):
+                rows = np.flatnonzero(dimension["axis"] == name)
+                for column, values in columns.items():
+                    default = np.full(count, column != "start", np.int64)
+                    values.setdefault(name.decode("ascii", "replace"), default)[rows + offset] = dimension[column][rows]
+    return columns
 
 
 def _decode_tile(data: bytes, compression: int, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> Array:

@@ -65,16 +65,8 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
     """
     folder, attributes, scenes = _find_group(store, scene)
     with translate_errors("its OME metadata"):
-        multiscales = attributes["multiscales"]
-        if len(multiscales) > 1 and not scenes:
-            scenes = tuple(str(multiscale.get("name") or "") for multiscale in multiscales)
-            multiscale = multiscales[select_scene(scenes, 0 if scene is None else scene)]
-        else:
-            multiscale = multiscales[0]
+        multiscale, scenes = _choose_multiscale(attributes, scenes, scene)
         datasets = [multiscale["datasets"][index] for index in (0, -1)]
-    note = (
-        f"The store contains {len(scenes)} images. The first one is used. To use another one, set scene to its index."
-    )
     array, dataset = _open_finest(store, folder, *datasets)
     with translate_errors("its OME metadata"):
         version = str(attributes.get("version") or multiscale.get("version") or "")
@@ -93,12 +85,31 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
             colors,
             _parse_calibration(scale_by_axis),
             sampling.parse_time_interval(*scale_by_axis["T"]) if "T" in scale_by_axis else None,
-            (note,) * (len(scenes) > 1 and scene is None)
+            _make_scene_notes(scenes, scene)
             + (_LABEL_NOTE,) * ("image-label" in attributes)
             + (_TRANSLATION_NOTE,) * _has_translation(dataset, multiscale),
             scenes if len(scenes) > 1 else (),
             _find_order_problem(letters, array.dimension_names),
         )
+
+
+def _choose_multiscale(
+    attributes: dict[str, Any], scenes: tuple[str, ...], scene: int | str | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the selected or the first image of a group, and the names of all images of the store."""
+    multiscales = attributes["multiscales"]
+    if len(multiscales) == 1 or scenes:
+        return multiscales[0], scenes
+    names = tuple(str(multiscale.get("name") or "") for multiscale in multiscales)
+    return multiscales[select_scene(names, 0 if scene is None else scene)], names
+
+
+def _make_scene_notes(scenes: tuple[str, ...], scene: int | str | None) -> tuple[str, ...]:
+    if len(scenes) <= 1 or scene is not None:
+        return ()
+    return (
+        f"The store contains {len(scenes)} images. The first one is used. To use another one, set scene to its index.",
+    )
 
 
 def _open_finest(

@@ -110,8 +110,8 @@ def _list_blocks_by_level(size: Size, levels: Sequence[Mapping[str, Any]]) -> li
 def _collect_block(run: OpenRun, box: Box) -> Array:
     """Return a block of the result. Each voxel gets the value of the nearest voxel in the tiles."""
     layout, has_objects = run.plan.layout, run.plan.output == "labels"
-    read_tile = label_tile if has_objects else read_pixels
-    pixels: Array = np.zeros(get_lengths(box), np.uint32 if has_objects else np.uint16)
+    read_tile, dtype = (label_tile, np.uint32) if has_objects else (read_pixels, np.uint16)
+    pixels: Array = np.zeros(get_lengths(box), dtype)
     nearest_axes = _find_nearest_voxels(run, box)
     for number in layout.find_tiles(_get_bounding_box(nearest_axes)):
         tile = layout.get_tile(number)

@@ -78,18 +78,18 @@ def make_decoder(  # noqa: PLR0913
         return InstanceDecoder(spec, decoding, size, voxel_size, threads=threads)
     if output == "labels" and isinstance(decoding, Boundaries | StarConvex | Flows):
         return _make_optional_decoder(spec, size, voxel_size, cancelled)
-    kind: OutputKind = "probabilities" if output == "probabilities" else "classes"
-    class_names = spec.probability_outputs if kind == "probabilities" else spec.class_names
+    if output == "probabilities":
+        names = spec.probability_outputs
+        segmentation = Segmentation(allocate((len(names), *size), np.float32), output, voxel_size, names=names)
+        return VoxelDecoder(segmentation, partial(_compute_probabilities, spec), spec.tiling.step)
     convert: Callable[[Tensor], Tensor]
-    if kind == "probabilities":
-        pixels, convert = allocate((len(class_names), *size), np.float32), partial(_compute_probabilities, spec)
-    elif isinstance(decoding, Regions):
+    if isinstance(decoding, Regions):
         pixels, convert = allocate(size, np.uint8), partial(_paint_regions, spec, decoding)
     elif not isinstance(decoding, Classes):
         pixels, convert = allocate(size, np.uint8), partial(_find_foreground, spec, decoding)
     else:
         pixels, convert = allocate(size, np.uint8 if num_outputs <= 256 else np.uint16), _find_highest_class
-    return VoxelDecoder(Segmentation(pixels, kind, voxel_size, names=class_names), convert, spec.tiling.step)
+    return VoxelDecoder(Segmentation(pixels, "classes", voxel_size, names=spec.class_names), convert, spec.tiling.step)
 
 
 def _make_optional_decoder(

@@ -112,17 +112,23 @@ def apply_postprocessing(
             -(-n // grid_length) for n, grid_length in zip(volume.shape[1:], size, strict=True)
         )
         changes["minimum_size"] = -(-compute_min_voxels(postprocessing, volume) // max_stack_voxels)
-    if isinstance(decoding, Boundaries):
-        # The other options were rejected by `check_postprocessing`.
-        changes |= {} if postprocessing.border is None else {"border": postprocessing.border}
-        return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
-    if postprocessing.minimum_size is not None and isinstance(decoding, Instances):
-        changes["minimum_fraction"] = 0.0
+    changes |= _convert_options(postprocessing, has_relative_criteria=isinstance(decoding, Instances))
+    return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
+
+
+def _convert_options(postprocessing: PostprocessingOptions, *, has_relative_criteria: bool) -> dict[str, Any]:
+    """Return the keys of a decoding for options except the minimum size, without those that are not set.
+
+    `check_postprocessing` has rejected options that do not apply to the decoding.
+    """
+    changes: dict[str, Any] = {}
     for name in ("threshold", "border", "min_confidence"):
         if (value := getattr(postprocessing, name)) is not None:
             changes[name] = value
-    if postprocessing.min_confidence is not None and isinstance(decoding, Instances):
-        changes["min_relative_odds"] = 0.0
     if postprocessing.fill_holes is not None:
         changes["holes"] = "fill" if postprocessing.fill_holes else "keep"
-    return spec.model_copy(update={"decoding": decoding.model_copy(update=changes)})
+    if has_relative_criteria and postprocessing.minimum_size is not None:
+        changes["minimum_fraction"] = 0.0
+    if has_relative_criteria and postprocessing.min_confidence is not None:
+        changes["min_relative_odds"] = 0.0
+    return changes

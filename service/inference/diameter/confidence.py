@@ -189,6 +189,15 @@ class ConfidenceAssessment(NamedTuple):
     quality_warning: QualityWarning | None
 
 
+def _compute_confidence(
+    objects: Objects, expected_diameter: float, calibration: Calibration
+) -> tuple[float | None, float]:
+    """Return the confidence, and the threshold below which it is low."""
+    if calibration.objects is None or objects.match_probability is None:
+        return predict_confidence(objects, expected_diameter, calibration), calibration.threshold
+    return estimate_f1(objects.match_probability), calibration.objects.threshold
+
+
 def assess_objects(
     objects: Objects | None, spec: ModelSpec, find_evidence: Callable[[], Evidence]
 ) -> ConfidenceAssessment:
@@ -203,19 +212,17 @@ def assess_objects(
         return ConfidenceAssessment(None, None)
     if calibration is None or expected_diameter is None:
         return ConfidenceAssessment(None, None if len(objects) else make_no_objects_warning(find_evidence(), None))
-    if calibration.objects is None or objects.match_probability is None:
-        confidence, threshold = predict_confidence(objects, expected_diameter, calibration), calibration.threshold
-    else:
-        confidence, threshold = estimate_f1(objects.match_probability), calibration.objects.threshold
-    if confidence is not None and confidence >= max(threshold, MIN_CONFIDENCE_ON_SHEETS):
+    confidence, threshold = _compute_confidence(objects, expected_diameter, calibration)
+    if confidence is None:
+        available = drop_missing_models(calibration, spec.folder.parent)
+        return ConfidenceAssessment(None, make_no_objects_warning(find_evidence(), available))
+    if confidence >= max(threshold, MIN_CONFIDENCE_ON_SHEETS):
         return ConfidenceAssessment(confidence, None)
     calibration = drop_missing_models(calibration, spec.folder.parent)
-    if confidence is not None and confidence >= threshold:
+    if confidence >= threshold:
         warning = None if calibration.sheets is None else make_sheets_warning(confidence, find_evidence(), calibration)
         return ConfidenceAssessment(confidence, warning)
     evidence = find_evidence()
-    if confidence is None:
-        return ConfidenceAssessment(None, make_no_objects_warning(evidence, calibration))
     evidence = evidence._replace(
         num_clear_objects=count_clear_objects(objects, expected_diameter, calibration),
         found_diameter=find_smaller_diameter(objects, expected_diameter, evidence.used_diameter),

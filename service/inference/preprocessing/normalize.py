@@ -270,11 +270,6 @@ def describe_replaced_pixels(count: int) -> tuple[str, ...]:
     )
 
 
-def normalize_channel(pixels: Array, normalisation: Normalization) -> NDArray[np.float32]:
-    """Normalize one channel of finite numbers [Z, Y, X] to float32, within +-`MAX_MAGNITUDE`."""
-    return fit_scaling(pixels, normalisation).apply(pixels)
-
-
 def fit_scaling(channel: Channel, normalisation: Normalization) -> IntensityScaling:
     """Return the scaling that normalizes one channel of finite numbers."""
     match normalisation:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from service.core.config import Settings
 from service.core.errors import BadParameter, TooLarge
-from service.core.quantities import Diameter, DiameterSetting, Size
+from service.core.quantities import Diameter, DiameterSetting, Size, SkipBelow
 from service.core.sections.serving import Limits
 from service.core.types import Description, Extent, Options, OutputKind, Volume
 from service.formats.axes import format_channels
@@ -42,21 +42,13 @@ def make_plan(
     Raises BadParameter for options that exceed the operator's limits, for outputs that the model does not support, for
     a diameter that the model cannot estimate, and for post-processing options that do not apply to the output.
     """
-    windows = settings.windows
-    default_batch_size = tuned_batch_size if windows.sw_batch_size == "auto" else windows.sw_batch_size
+    default_batch_size = settings.windows.sw_batch_size
+    if default_batch_size == "auto":
+        default_batch_size = tuned_batch_size
     batch_size = default_batch_size if options.sw_batch_size is None else options.sw_batch_size
     overlap = _choose_overlap(spec, settings, options)
     _check_limits(settings.limits, batch_size, overlap)
-    skip_below = windows.skip_below if options.skip_below is None else options.skip_below
-    if isinstance(spec.decoding, StarConvex | Flows):
-        prediction = "flows" if isinstance(spec.decoding, Flows) else "distances of star-convex polyhedra"
-        _check_directions(spec, settings, options, prediction)
-        skip_below = "none"
-    if windows.inferer == "monai" and skip_below != "none":
-        raise BadParameter(
-            "This service uses MONAI's inferer, which cannot skip windows. Omit skip_below=.",
-            parameter="skip_below",
-        )
+    skip_below = _choose_skipping(spec, settings, options)
     output = _choose_output(spec, options.output)
     check_postprocessing(spec, output, options.postprocessing)
     diameter = spec.input.usual_diameter if options.diameter is None else options.diameter
@@ -71,6 +63,21 @@ def make_plan(
         postprocessing=options.postprocessing,
         views=get_best_quality_views(spec.input.mirror_axes) if options.quality == "best" else (),
     )
+
+
+def _choose_skipping(spec: ModelSpec, settings: Settings, options: Options) -> SkipBelow:
+    """Return the intensity below which windows are skipped. Raises BadParameter if this is not supported."""
+    if isinstance(spec.decoding, StarConvex | Flows):
+        prediction = "flows" if isinstance(spec.decoding, Flows) else "distances of star-convex polyhedra"
+        _check_directions(spec, settings, options, prediction)
+        return "none"
+    skip_below = settings.windows.skip_below if options.skip_below is None else options.skip_below
+    if settings.windows.inferer == "monai" and skip_below != "none":
+        raise BadParameter(
+            "This service uses MONAI's inferer, which cannot skip windows. Omit skip_below=.",
+            parameter="skip_below",
+        )
+    return skip_below
 
 
 def _check_directions(spec: ModelSpec, settings: Settings, options: Options, prediction: str) -> None:

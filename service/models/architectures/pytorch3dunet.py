@@ -296,13 +296,17 @@ def _list_features(f_maps: int | Sequence[int], num_levels: int) -> list[int]:
     return list(f_maps)
 
 
-def _check_arguments(values: Arguments, *, is_residual: bool) -> None:
-    order, upscale, upsample = values.layer_order, values.conv_upscale, values.upsample
+def _check_layer_order(order: Any) -> None:
     if not isinstance(order, str) or order.count("c") != 1 or len(set(order)) != len(order) or set(order) - set(LAYERS):
         raise ValueError(f"layer_order must be c and others of the letters {LAYERS}, not {order!r:.20}")
     if order[0] in _NONLINEARITIES:
         raise ValueError(f"layer_order must not begin with a nonlinearity: {order!r}")
-    if "g" in order and not isinstance(values.num_groups, int):
+
+
+def _check_arguments(values: Arguments, *, is_residual: bool) -> None:
+    upscale, upsample = values.conv_upscale, values.upsample
+    _check_layer_order(values.layer_order)
+    if "g" in values.layer_order and not isinstance(values.num_groups, int):
         raise ValueError(f"num_groups must be a number if layer_order contains g, not {values.num_groups!r:.20}")
     if upscale not in {1, 2}:
         raise ValueError(f"conv_upscale must be 1 or 2, not {upscale!r:.20}")

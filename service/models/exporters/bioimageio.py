@@ -134,18 +134,19 @@ def _describe_model(content: PackageContent, notes: list[str]) -> dict[str, Any]
         notes.append(
             f"The licence {spec.licence!r:.80} is not a common SPDX identifier, so the description does not contain it."
         )
-    # The specification does not allow slashes in the names of authors, and requires an identifier of each publication.
-    if spec.authors:
-        description["authors"] = [{"name": re.sub(r"[/\\]", " ", name)} for name in spec.authors]
-    if citations := [citation.model_dump(exclude_none=True) for citation in spec.cite if citation.address]:
-        description["cite"] = citations
-    missing_options = [
-        option for option, key in (("--author", "authors"), ("--cite", "cite")) if key not in description
-    ]
-    if missing_options:
-        notes.append(f"The collection of bioimage.io requires authors and citations: use {', '.join(missing_options)}.")
+    description |= _describe_authors(spec, notes)
     description["config"] = {NAME: content.keys}
     return description
+
+
+def _describe_authors(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
+    # The specification does not allow slashes in the names of authors, and requires an identifier of each publication.
+    authors = [{"name": re.sub(r"[/\\]", " ", name)} for name in spec.authors]
+    citations = [citation.model_dump(exclude_none=True) for citation in spec.cite if citation.address]
+    missing_options = [option for option, values in (("--author", authors), ("--cite", citations)) if not values]
+    if missing_options:
+        notes.append(f"The collection of bioimage.io requires authors and citations: use {', '.join(missing_options)}.")
+    return ({"authors": authors} if authors else {}) | ({"cite": citations} if citations else {})
 
 
 def _make_axes(content: PackageContent) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -31,6 +31,10 @@ def make_preprocessing(settings: Input) -> list[Step]:
         )
     else:
         steps = [_make_statistics_step(normalizations[0])]
+    return [*steps, *_make_clip(normalizations), {"id": "ensure_dtype", "kwargs": {"dtype": "float32"}}]
+
+
+def _make_clip(normalizations: Sequence[Normalization]) -> list[Step]:
     clips = {None if item.kind == "zscore" else item.clip for item in normalizations}
     if len(clips) > 1:
         raise UnsupportedPackage(
@@ -38,9 +42,7 @@ def make_preprocessing(settings: Input) -> list[Step]:
             "the model as ONNX."
         )
     (clip,) = clips
-    if clip is not None:
-        steps.append({"id": "clip", "kwargs": {"min": clip[0], "max": clip[1]}})
-    return [*steps, {"id": "ensure_dtype", "kwargs": {"dtype": "float32"}}]
+    return [] if clip is None else [{"id": "clip", "kwargs": {"min": clip[0], "max": clip[1]}}]
 
 
 def make_postprocessing(activation: ActivationName) -> list[Step]:

@@ -68,18 +68,24 @@ def accept_any_batch(network: nn.Module, window_shape: Sequence[int], declared_s
             )
         return FixedBatchNetwork(network, 1)
     for batch_size in sorted({2, declared_size or 2} - {1}):
-        equal_windows = windows[:1].expand(batch_size, *window_shape)
-        expected_scores = _compute_scores(network, equal_windows)
-        if expected_scores is not None:
-            different_windows = torch.cat((windows[:1], windows[1:].expand(batch_size - 1, *window_shape)))
-            scores = _compute_scores(network, different_windows)
-            if scores is None or not _are_equal(scores[:1], expected_scores[:1]):
-                raise BrokenModel(
-                    f"the network accepts only batches of {batch_size} windows, and the scores of a window depend on "
-                    "the other windows; export it in evaluation mode with a batch size of 1."
-                )
+        if _accepts_batches(network, windows, batch_size):
             return FixedBatchNetwork(network, batch_size)
     return network
+
+
+def _accepts_batches(network: nn.Module, windows: Tensor, batch_size: int) -> bool:
+    """Return whether a network accepts batches of a size. Raises BrokenModel if the windows depend on each other."""
+    first, second = windows[:1], windows[1:]
+    expected_scores = _compute_scores(network, first.expand(batch_size, *first.shape[1:]))
+    if expected_scores is None:
+        return False
+    scores = _compute_scores(network, torch.cat((first, second.expand(batch_size - 1, *second.shape[1:]))))
+    if scores is None or not _are_equal(scores[:1], expected_scores[:1]):
+        raise BrokenModel(
+            f"the network accepts only batches of {batch_size} windows, and the scores of a window depend on the other"
+            " windows; export it in evaluation mode with a batch size of 1."
+        )
+    return True
 
 
 def _compute_scores(network: nn.Module, windows: Tensor) -> Tensor | None:

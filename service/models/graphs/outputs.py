@@ -49,18 +49,21 @@ def choose_output(shapes: Mapping[str, Shape], window_shape: Sequence[int], quer
         if query.name not in shapes:
             raise BrokenModel(f"weights.output: there is no output {query.name!r}. The outputs are {listing}.")
         return query.name
-    score_shape = (query.num_channels, *window_shape[1:])
+    return _choose_by_shape(shapes, (query.num_channels, *window_shape[1:]), listing)
+
+
+def _choose_by_shape(shapes: Mapping[str, Shape], score_shape: Shape, listing: str) -> str:
     fitting_names = [name for name, shape in shapes.items() if shape[1:] == score_shape]
     if len(fitting_names) == 1:
         return fitting_names[0]
     expected = " x ".join(map(str, score_shape))
     if not fitting_names:
         raise BrokenModel(
-            f"the network has {len(names)} outputs: {listing}. None of them has the shape of the scores, "
+            f"the network has {len(shapes)} outputs: {listing}. None of them has the shape of the scores, "
             f"batch x {expected} (the number of entries in outputs, and input.roi_size)."
         )
     raise BrokenModel(
-        f"the network has {len(names)} outputs: {listing}. Several of them have the shape of the scores, batch x "
+        f"the network has {len(shapes)} outputs: {listing}. Several of them have the shape of the scores, batch x "
         f"{expected}. Choose one with weights.output in model.yaml, or with the option --output-tensor of the import, "
         f"such as --output-tensor {shlex.quote(fitting_names[0])}"
     )

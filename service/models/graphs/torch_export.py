@@ -11,7 +11,7 @@ import json
 import operator
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,19 +206,21 @@ class _GraphReader:
         }
         if keywords.get("training") is True or keywords.get("train") is True:
             raise BrokenModel(f"{target} is called in training mode; export the network in eval mode.")
+        self._name_outputs(self._add_call(call, target, keywords), call["outputs"])
+
+    def _add_call(self, call: Mapping[str, Any], target: str, keywords: dict[str, Any]) -> Node:
         if target == "torch.ops.aten.dropout.default":
-            result = keywords["input"]
-        elif target in CONVERSIONS or target == TYPE_AS:
-            result = self._convert(call, keywords)
-        elif target == ZEROS:
-            result = self._graph.call_function(make_zeros, (self._image, keywords["size"], keywords.get("dtype")))
-        elif target in SIZE_FUNCTIONS:
-            if not all(isinstance(value, Node | int) for value in keywords.values()):
-                raise BrokenModel(f"{target} is called with arguments other than sizes.")
-            result = self._graph.call_function(SIZE_FUNCTIONS[target], tuple(keywords.values()))
-        else:
-            result = self._graph.call_function(find_operator(target, keywords), (), keywords)
-        self._name_outputs(result, call["outputs"])
+            source: Node = keywords["input"]
+            return source
+        if target in CONVERSIONS or target == TYPE_AS:
+            return self._convert(call, keywords)
+        if target == ZEROS:
+            return self._graph.call_function(make_zeros, (self._image, keywords["size"], keywords.get("dtype")))
+        if target not in SIZE_FUNCTIONS:
+            return self._graph.call_function(find_operator(target, keywords), (), keywords)
+        if not all(isinstance(value, Node | int) for value in keywords.values()):
+            raise BrokenModel(f"{target} is called with arguments other than sizes.")
+        return self._graph.call_function(SIZE_FUNCTIONS[target], tuple(keywords.values()))
 
     def _convert(self, call: Mapping[str, Any], keywords: Mapping[str, Any]) -> Node:
         """Return the node of a tensor that is converted to the data type recorded for the result.
@@ -240,18 +242,17 @@ class _GraphReader:
         index = next(index for index, argument in enumerate(arguments) if "as_graph" in argument)
         block = arguments[index]["as_graph"]["graph"]
         operands = [self._read_argument(argument, call["target"]) for argument in arguments[index + 1 :]]
-        input_names = [name for entry in block["inputs"] for name in _iter_names(entry)]
+        input_names = _list_names(block["inputs"])
         surroundings = self._values, self._description
         self._values, self._description = dict(zip(input_names, operands, strict=True)), block
         for inner_call in block["nodes"]:
             self._read_call(inner_call)
-        results = [self._values[name] for entry in block["outputs"] for name in _iter_names(entry)]
+        results = [self._values[name] for name in _list_names(block["outputs"])]
         self._values, self._description = surroundings
-        names = [name for entry in call["outputs"] for name in _iter_names(entry)]
-        self._values.update(zip(names, results, strict=True))
+        self._values.update(zip(_list_names(call["outputs"]), results, strict=True))
 
     def _name_outputs(self, result: Node, outputs: list[Mapping[str, Any]]) -> None:
-        names = [name for output in outputs for name in _iter_names(output)]
+        names = _list_names(outputs)
         has_multiple_outputs = len(names) > 1 or any("as_tensors" in output for output in outputs)
         for index, name in enumerate(names):
             self._values[name] = (
@@ -329,6 +330,10 @@ def _to_triple(values: Sequence[int]) -> tuple[int, int, int]:
     """Return an integer for each axis. A single value applies to all three axes."""
     z, y, x = values if len(values) == 3 else (values[0],) * 3
     return int(z), int(y), int(x)
+
+
+def _list_names(outputs: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [name for output in outputs for name in _iter_names(output)]
 
 
 def _iter_names(output: Mapping[str, Any]) -> Iterator[str]:

@@ -51,9 +51,9 @@ def check_activation(network: nn.Module, spec: ModelSpec, *, is_specified_by_ope
     if spec.activation == "none" and probability is None and not _are_probabilities(ranges):
         notes.append("No activation is specified, so output=probabilities returns scores that are not probabilities.")
     name = _find_activated_output(spec, ranges)
-    if name is not None and is_specified_by_operator:
-        raise _make_error(spec, ranges, name, "so they are not logits; the network probably applies an activation")
     if name is not None:
+        if is_specified_by_operator:
+            raise _make_error(spec, ranges, name, "so they are not logits; the network probably applies an activation")
         notes.append(f"The package applies {spec.get_activation(name)} to scores that are never negative.")
     return tuple(notes)
 

@@ -51,7 +51,7 @@ def read_normalization(tensor: Fields, channel_count: int) -> dict[str, Any] | N
         normalizations = [item | {"clip": clip} for item in normalizations]
     if later_steps:
         raise UnsupportedPackage(f"{later_steps[0][1].locate()}: {later_steps[0][0]} after {name} is not supported.")
-    is_uniform = all(item == normalizations[0] for item in normalizations)
+    is_uniform = normalizations.count(normalizations[0]) == len(normalizations)
     return normalizations[0] if is_uniform else normalizations
 
 
@@ -73,16 +73,19 @@ def _read_steps(tensor: Fields, key: str) -> list[Step]:
     """Return the names (`id` since format 0.5) and settings of processing steps, except conversions to float."""
     steps = [(str(step.get("id") or step.get("name")), step.get_mapping("kwargs")) for step in tensor.get_mappings(key)]
     for name, settings in steps:
-        known_settings = _SETTINGS[name].split() if name in _SETTINGS else settings.as_dict()
-        for setting in settings.as_dict():
-            if setting not in known_settings and setting in settings:
-                raise UnsupportedPackage(f"{settings.locate(setting)}: this setting of {name} is not supported.")
-        if name == "ensure_dtype" and settings.get("dtype") not in {"float32", "float64"}:
-            raise UnsupportedPackage(
-                f"{settings.locate('dtype')}: only float32 and float64 are supported, not "
-                f"{settings.get('dtype')!r:.80}."
-            )
+        _check_settings(name, settings)
     return [(name, settings) for name, settings in steps if name != "ensure_dtype"]
+
+
+def _check_settings(name: str, settings: Fields) -> None:
+    known_settings = _SETTINGS[name].split() if name in _SETTINGS else settings.as_dict()
+    for setting in settings.as_dict():
+        if setting not in known_settings and setting in settings:
+            raise UnsupportedPackage(f"{settings.locate(setting)}: this setting of {name} is not supported.")
+    if name == "ensure_dtype" and settings.get("dtype") not in {"float32", "float64"}:
+        raise UnsupportedPackage(
+            f"{settings.locate('dtype')}: only float32 and float64 are supported, not {settings.get('dtype')!r:.80}."
+        )
 
 
 def _make_range(low: float, high: float) -> dict[str, Any]:
@@ -166,15 +169,18 @@ def _read_values(settings: Fields, key: str, default: float | None, channel_coun
     """Return the value of each channel, from a number or a list."""
     content = settings.get(key) if key in settings else default
     values = [_check_number(settings, key, value) for value in (content if isinstance(content, list) else [content])]
-    axes = set(_read_axes(settings) or ())
-    # Format 0.4 specifies the other axes. Format 0.5 specifies the axis of the values.
-    is_per_channel = settings.get("axis") == "channel" or (axes >= SPATIAL_AXES and not axes & CHANNEL_AXES)
-    if settings.get("axis") not in {None, "channel"} or (len(values) > 1 and not is_per_channel):
+    if settings.get("axis") not in {None, "channel"} or (len(values) > 1 and not _has_values_per_channel(settings)):
         location = settings.locate("axis" if "axis" in settings else key)
         raise UnsupportedPackage(f"{location}: only values for the channels are supported.")
     if len(values) not in {1, channel_count}:
         raise UnsupportedPackage(f"{settings.locate(key)}: found {len(values)} values for {channel_count} channels.")
     return values if len(values) == channel_count else values * channel_count
+
+
+def _has_values_per_channel(settings: Fields) -> bool:
+    # Format 0.4 specifies the other axes. Format 0.5 specifies the axis of the values.
+    axes = set(_read_axes(settings) or ())
+    return settings.get("axis") == "channel" or (axes >= SPATIAL_AXES and not axes & CHANNEL_AXES)
 
 
 def _read_axes(settings: Fields) -> list[str] | None:

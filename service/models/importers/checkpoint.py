@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from pickletools import genops
@@ -233,25 +233,25 @@ def _choose_key(path: Path, content: dict[Any, Any], parent_keys: list[str]) -> 
     if common_keys:
         # `model` may also be a configuration stored next to the tensors.
         return next((key for key in common_keys if _is_state_dict(content[key])), common_keys[0])
-    network_keys = [key for key, value in content.items() if _is_state_dict(value)] or [
-        key for key, value in content.items() if "optim" not in str(key) and _contains_state_dict(value)
-    ]
-    if len(network_keys) > 1:
-        selector = "".join(f"[{key!r}]" for key in (*parent_keys, network_keys[0]))
-        command = _format_command(path, safe=True, selector=selector)
-        raise UnsupportedPackage(
-            f"{path.name} contains {_describe_content(network_keys, content)}. Save one of them and import tensors.pth:"
-            f"\n{command}"
-        )
-    if not network_keys:
-        raise UnsupportedPackage(f"{path.name} contains {_describe_content(network_keys, content)}.")
-    return network_keys[0]
-
-
-def _describe_content(network_keys: list[Any], content: dict[Any, Any]) -> str:
+    network_keys = _find_networks(content)
+    if len(network_keys) == 1:
+        return network_keys[0]
     names = ", ".join(map(str, list(network_keys or content)[:6])) or "nothing"
-    content_kind = "several networks" if network_keys else "no tensors of a network"
-    return f"{content_kind} ({names})"
+    if not network_keys:
+        raise UnsupportedPackage(f"{path.name} contains no tensors of a network ({names}).")
+    command = _format_command(path, safe=True, selector=_format_selector([*parent_keys, network_keys[0]]))
+    raise UnsupportedPackage(
+        f"{path.name} contains several networks ({names}). Save one of them and import tensors.pth:\n{command}"
+    )
+
+
+def _format_selector(keys: Sequence[Any]) -> str:
+    return "".join(f"[{key!r}]" for key in keys)
+
+
+def _find_networks(content: dict[Any, Any]) -> list[Any]:
+    keys = [key for key, value in content.items() if "optim" not in str(key) and _contains_state_dict(value)]
+    return [key for key, value in content.items() if _is_state_dict(value)] or keys
 
 
 def _is_state_dict(value: object) -> bool:

@@ -282,10 +282,14 @@ def _is_stack(name: str, glob: str | None, open_stack: Callable[[str], AbstractC
     if glob is not None:
         return True
     if head.startswith(_ZIP_SIGNATURE):
-        # Archives with the suffix .zip often contain something else, such as the regions of interest of ImageJ.
-        is_other_archive = name.lower().endswith(".zip") or not has_stack_suffix(name)
-        return not is_other_archive or any(word in head for word in _ARCHIVED_STACK_NAMES)
+        return _is_archived_stack(name, head)
     return has_stack_suffix(name)
+
+
+def _is_archived_stack(name: str, head: bytes) -> bool:
+    # Archives with the suffix .zip often contain something else, such as the regions of interest of ImageJ.
+    is_other_archive = name.lower().endswith(".zip") or not has_stack_suffix(name)
+    return not is_other_archive or any(word in head for word in _ARCHIVED_STACK_NAMES)
 
 
 def _is_zarr_result(folder: Path) -> bool:

@@ -60,16 +60,7 @@ def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
     header accepts none of the available media types, return the stored media type if the result is a receipt, or if
     the header contains an unspecific type, or types of errors and none of results. Otherwise, raise BadParameter.
     """
-    available_types = [metadata.media_type]
-    if metadata.media_type == ARCHIVE_TYPE:
-        available_types += [TIFF_TYPE, TABLE_TYPE]
-    # Files in the label formats have no time or channel axis.
-    if (
-        metadata.media_type in {ARCHIVE_TYPE, TIFF_TYPE}
-        and metadata.time_points is None
-        and metadata.kind != "probabilities"
-    ):
-        available_types += LABEL_FORMATS
+    available_types = _list_available_types(metadata)
     ranks = _parse_accept_header(accept_header)
     best_type = max(available_types, key=lambda media_type: _get_rank(media_type, ranks))
     if _get_rank(best_type, ranks) > _LOWEST_RANK:
@@ -80,6 +71,21 @@ def choose_media_type(accept_header: str, metadata: ResultMetadata) -> str:
     if metadata.media_type == RECEIPT_TYPE or not default_types.isdisjoint(accepted_types):
         return metadata.media_type
     raise _make_accept_error(accept_header, accepted_types, metadata, available_types)
+
+
+def _list_available_types(metadata: ResultMetadata) -> list[str]:
+    """Return the media types that a result has, or can be converted to."""
+    available_types = [metadata.media_type]
+    if metadata.media_type == ARCHIVE_TYPE:
+        available_types += [TIFF_TYPE, TABLE_TYPE]
+    # Files in the label formats have no time or channel axis.
+    if (
+        metadata.media_type in {ARCHIVE_TYPE, TIFF_TYPE}
+        and metadata.time_points is None
+        and metadata.kind != "probabilities"
+    ):
+        available_types += LABEL_FORMATS
+    return available_types
 
 
 def _make_accept_error(

@@ -174,6 +174,19 @@ class _Search:
             raise BadParameter(
                 f"The folder has more than {MAX_SEARCH_DEPTH} levels of subfolders. Choose one of its subfolders."
             )
+        for name, next_positions in self._list_folder(folder_fd, components, positions):
+            with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
+                if self._skipped_status is not None and os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
+                    continue
+                if not is_zarr_folder(make_descriptor_path(subfolder_fd)):
+                    self.search_folder(subfolder_fd, (*components, name), next_positions)
+                elif self._is_match(name, positions):
+                    self.matches.append("/".join((*components, name)))
+
+    def _list_folder(
+        self, folder_fd: int, components: tuple[str, ...], positions: set[int]
+    ) -> list[tuple[str, set[int]]]:
+        """Add the matching files of a folder. Return the subfolders to search, and the positions after their names."""
         subfolders = list[tuple[str, set[int]]]()
         with os.scandir(folder_fd) as entries:
             for entry in entries:
@@ -183,14 +196,7 @@ class _Search:
                     subfolders.append((entry.name, next_positions))
                 elif is_match and entry.is_file(follow_symlinks=False):
                     self.matches.append("/".join((*components, entry.name)))
-        for name, next_positions in subfolders:
-            with suppress(OSError), open_subfolder(folder_fd, [name]) as subfolder_fd:
-                if self._skipped_status is not None and os.path.samestat(os.fstat(subfolder_fd), self._skipped_status):
-                    continue
-                if not is_zarr_folder(make_descriptor_path(subfolder_fd)):
-                    self.search_folder(subfolder_fd, (*components, name), next_positions)
-                elif self._is_match(name, positions):
-                    self.matches.append("/".join((*components, name)))
+        return subfolders
 
     def _count_entry(self) -> None:
         self._entry_count += 1

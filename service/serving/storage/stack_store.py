@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,15 +126,19 @@ class StackStore:
     def _count_bytes(self, stack: StoredStack) -> int:
         return stack.nbytes + self._entry_bytes
 
+    def _count_bytes_of_owners(self, stacks: Iterable[StoredStack]) -> Counter[str | None]:
+        used_bytes: Counter[str | None] = Counter()
+        for stack in stacks:
+            used_bytes[stack.owner] += self._count_bytes(stack)
+        return used_bytes
+
     def _free_space(self, new_stack: StoredStack) -> None:
         """Delete older stacks to free space for a new stack. If this is impossible, raise OutOfStorage."""
         stacks = sorted(self._records.list(), key=lambda stack: stack.last_used)
         own_stacks = [stack for stack in stacks if stack.owner == new_stack.owner]
         evicted_stacks = own_stacks[: max(len(own_stacks) + 1 - self._max_stacks, 0)]
         stacks = [stack for stack in stacks if stack not in evicted_stacks]
-        used_bytes: Counter[str | None] = Counter()
-        for stack in [*stacks, new_stack]:
-            used_bytes[stack.owner] += self._count_bytes(stack)
+        used_bytes = self._count_bytes_of_owners([*stacks, new_stack])
         while used_bytes.total() > self._quota_bytes:
             owner, _ = used_bytes.most_common(1)[0]
             oldest_stack = next((stack for stack in stacks if stack.owner == owner), None)

@@ -230,20 +230,6 @@ class TrainerState:
             f" loss {format_number(before.loss)} before, {format_number(after.loss)} at that point{skip_text}"
         )
 
-    def describe_failure(self) -> str | None:
-        """Return a message with advice if no validation was better than before the first step, else None."""
-        if self.best:
-            return None
-        before = self.get_scores(0)
-        best_later = max((self.get_scores(row).f1 for row in range(1, len(self.curve))), default=0.0)
-        advice = "Train for longer, with a lower learning rate, or with more annotated stacks."
-        if self.skipped > self.step / 10:
-            advice = "Set engine.precision: fp32 in the configuration file, or use a lower learning rate."
-        return (
-            f"No improvement after {self.step} steps: F1 on the validation parts {before.f1:.2f} at the start and"
-            f" {best_later:.2f} at best. {advice} Also check that each label file belongs to its image."
-        )
-
 
 def format_number(value: float | None) -> str:
     """Format a number for users. Format missing values as a dash."""

@@ -100,18 +100,7 @@ def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS)
     volume = stack_reader.read(stack.image, stack.selection, MAX_DECODED_BYTES)
     axes = stack.selection.axes and stack.selection.axes.upper().replace("C", "")
     labels_volume = stack_reader.read(stack.labels, Selection(axes=axes), MAX_DECODED_BYTES)
-    if volume.shape[0] != 1:
-        channels = ", ".join(f"{index} {name}".strip() for index, name in enumerate(volume.channels))
-        raise BadParameter(
-            f"{stack.name}: the stack has {volume.shape[0]} channels ({channels}). Models are trained on one channel,"
-            " so set channel= to its index or name.",
-            parameter="channel",
-        )
-    if volume.shape != labels_volume.shape:
-        raise BadParameter(
-            f"{stack.name}: the image and the labels differ in shape: {volume.shape[1:]} and"
-            f" {labels_volume.shape[1:] if labels_volume.shape[0] == 1 else labels_volume.shape}."
-        )
+    _check_shapes(stack.name, volume, labels_volume)
     region = stack.region or WHOLE_STACK
     labels = convert_labels(labels_volume.read_all()[0][region], stack.name)
     labels, unknown = separate_unknown_voxels(labels, options)
@@ -120,6 +109,21 @@ def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS)
         unknown |= _find_distant_voxels(labels, measured or (1.0, 1.0, 1.0))
     extents = measured if options.has_diameter else None
     return AnnotatedStack(stack.name, volume, labels, region, extents, unknown if unknown.any() else None)
+
+
+def _check_shapes(name: str, volume: Volume, labels_volume: Volume) -> None:
+    if volume.shape[0] != 1:
+        channels = ", ".join(f"{index} {channel}".strip() for index, channel in enumerate(volume.channels))
+        raise BadParameter(
+            f"{name}: the stack has {volume.shape[0]} channels ({channels}). Models are trained on one channel,"
+            " so set channel= to its index or name.",
+            parameter="channel",
+        )
+    if volume.shape != labels_volume.shape:
+        raise BadParameter(
+            f"{name}: the image and the labels differ in shape: {volume.shape[1:]} and"
+            f" {labels_volume.shape[1:] if labels_volume.shape[0] == 1 else labels_volume.shape}."
+        )
 
 
 def separate_unknown_voxels(labels: NDArray[Any], options: LabelOptions) -> tuple[NDArray[Any], NDArray[np.bool_]]:
@@ -157,32 +161,36 @@ def _find_extents(
 ) -> Extents | None:
     """Return the diameter of the objects in voxels: the specified one, the annotated one, or the recorded one."""
     if options.diameter is not None:
-        extents = options.diameter.to_voxels(voxel_size)
-        if extents is None:
-            raise BadParameter(
-                f"{stack.name}: the file does not specify a voxel size, which is needed for a diameter in um. Add"
-                " voxel_size=Z,Y,X, or set the diameter in voxels, such as 15px.",
-                parameter="diameter",
-            )
-        return extents
+        return _convert_diameter(stack.name, options.diameter, voxel_size)
     recorded = None if stack.diameter is None else Diameter.parse(stack.diameter).to_voxels(voxel_size)
     measured = compute_median_extents(labels)
     if measured is None or (recorded is not None and np.count_nonzero(np.unique(labels)) < MIN_OBJECTS_FOR_EXTENTS):
         return recorded
     z, y, x = measured.tolist()
-    if options.has_partial_planes and options.has_diameter:
-        depth = _estimate_depth(labels)
-        if depth is None:
-            if recorded is not None:
-                return recorded
-            raise BadParameter(
-                f"{stack.name}: the annotated planes do not show how many planes deep the objects are, because too few"
-                " objects begin or end between two annotated planes. Annotate adjacent planes, or set the diameter"
-                " along z, y and x, such as 7,15,15px.",
-                parameter="diameter",
-            )
-        z = depth
-    return z, y, x
+    if not (options.has_partial_planes and options.has_diameter):
+        return z, y, x
+    depth = _estimate_depth(labels)
+    if depth is not None:
+        return depth, y, x
+    if recorded is not None:
+        return recorded
+    raise BadParameter(
+        f"{stack.name}: the annotated planes do not show how many planes deep the objects are, because too few"
+        " objects begin or end between two annotated planes. Annotate adjacent planes, or set the diameter"
+        " along z, y and x, such as 7,15,15px.",
+        parameter="diameter",
+    )
+
+
+def _convert_diameter(name: str, diameter: Diameter, voxel_size: VoxelSize | None) -> Extents:
+    extents = diameter.to_voxels(voxel_size)
+    if extents is None:
+        raise BadParameter(
+            f"{name}: the file does not specify a voxel size, which is needed for a diameter in um. Add"
+            " voxel_size=Z,Y,X, or set the diameter in voxels, such as 15px.",
+            parameter="diameter",
+        )
+    return extents
 
 
 def _estimate_depth(labels: NDArray[Any]) -> float | None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,25 @@ def segment(viewer: Any, widget: SegmentWidget) -> Any:
     return viewer.layers[-1]
 
 
+def drag_corner(viewer: Any, shapes: Any, factor: float) -> None:
+    """Drag a corner of the selected shape with the mouse, so that both sides grow by a factor."""
+    shown = list(viewer.dims.displayed)
+    start, fixed = (np.array(shapes.data_to_world(shapes.data[0][corner])) for corner in (2, 0))
+    end = fixed + factor * (start - fixed)
+
+    def make_event(kind: str, position: Any) -> Any:
+        names = {"type": kind, "position": position, "pos": position[shown], "modifiers": [], "button": 1}
+        return SimpleNamespace(**names, is_dragging=kind == "mouse_move", view_direction=None, dims_displayed=shown)
+
+    drag = shapes.mouse_drag_callbacks[0](shapes, event := make_event("mouse_press", start))
+    next(drag)
+    for position in (end, end):
+        vars(event).update(vars(make_event("mouse_move", position)))
+        next(drag)
+    event.type = "mouse_release"
+    assert list(drag) == []
+
+
 def test_labels_have_the_place_and_the_measurements_of_their_image(viewer: Any, widget: SegmentWidget) -> None:
     widget.open_sample()
     wait_until(lambda: len(viewer.layers))
@@ -115,9 +135,9 @@ def test_labels_have_the_place_and_the_measurements_of_their_image(viewer: Any, 
 
 def test_measured_diameters_are_used(viewer: Any, widget: SegmentWidget) -> None:
     viewer.add_image(tifffile.imread(SAMPLE), scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    shapes = viewer.add_shapes(ndim=3, scale=(0.5, 0.2, 0.2), units=["um"] * 3)
     widget.measure()
     assert "Found: nothing" in widget.message.text()
-    shapes = viewer.add_shapes(ndim=3, scale=(0.5, 0.2, 0.2), units=["um"] * 3)
     shapes.add_lines(np.array([[[20, 50, 50], [20, 80, 90]]]))
     widget.measure()
     assert widget.diameter_value.text() == "10um"
@@ -146,6 +166,26 @@ def test_threshold_and_minimum_size_are_used(viewer: Any, widget: SegmentWidget)
     widget.segment()
     wait_until(lambda: "✗" in widget.message.text())
     assert "foreground threshold" in widget.message.text()
+
+
+@pytest.mark.parametrize(("order", "diameter"), [((0, 1, 2, 3), 3.96), ((0, 3, 1, 2), 3.9)])
+def test_circle_is_dragged_over_an_object(
+    viewer: Any, widget: SegmentWidget, order: tuple[int, ...], diameter: float
+) -> None:
+    viewer.add_image(np.zeros((2, 40, 100, 100)), scale=(1, 0.5, 0.2, 0.2), units=["s", *["um"] * 3], rgb=False)
+    widget.axes.setCurrentText("TZYX")
+    viewer.dims.order = order
+    widget.measure()
+    # A fifth of the shorter side of the plane, between the centers of voxels.
+    assert widget.diameter_value.text() == f"{diameter}um"
+    shapes = viewer.layers["object diameter"]
+    assert viewer.layers.selection.active is shapes
+    assert shapes.selected_data == {0}
+    assert set(shapes.data[0][:, 0]) == {viewer.dims.point[0]}
+    drag_corner(viewer, shapes, factor=2)
+    assert widget.get_parameters()["diameter"] == f"{2 * diameter:g}um"
+    widget.measure()
+    assert [layer.name for layer in viewer.layers].count("object diameter") == 1
 
 
 def test_canceling_ends_the_job_on_the_server(viewer: Any, widget: SegmentWidget) -> None:

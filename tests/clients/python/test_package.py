@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import tomllib
 
+import pytest
 from paths import ROOT
-from stackseg_client import Parameters
+from stackseg_client import AsyncClient, Client, Job, Parameters
+from stackseg_client.async_client import AsyncJob
 from stackseg_client.folders import STACK_SUFFIXES
+from stackseg_client.projects import AsyncProject, Project
 
 from service.serving.parameters import Query
 from service.serving.results import metadata
@@ -41,3 +45,17 @@ def test_versions_agree() -> None:
     projects = [tomllib.loads((folder / "pyproject.toml").read_text())["project"] for folder in (ROOT, FOLDER)]
     assert projects[0]["version"] == projects[1]["version"]
     assert projects[1]["license"] == projects[0]["license"]
+
+
+@pytest.mark.parametrize(("one", "other"), [(Client, AsyncClient), (Job, AsyncJob), (Project, AsyncProject)])
+def test_asynchronous_classes_have_the_same_methods(one: type, other: type) -> None:
+    methods = [
+        {
+            name: list(inspect.signature(method).parameters.values())
+            for name, method in inspect.getmembers(kind, inspect.isfunction)
+            if not name.startswith("_")
+        }
+        for kind in (one, other)
+    ]
+    assert methods[0] == methods[1]
+    assert len(methods[0]) >= 5

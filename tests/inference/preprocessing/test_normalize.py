@@ -14,7 +14,7 @@ from service.inference.preprocessing.normalize import (
     MAX_MAGNITUDE,
     IntensityScaling,
     NormalizedImage,
-    normalize_channel,
+    fit_scaling,
 )
 from service.inference.preprocessing.resample import prepare
 from service.models.spec_parts import PercentileNormalization, RangeNormalization, ZScoreNormalization
@@ -23,7 +23,7 @@ PERCENTILE, ZSCORE = PercentileNormalization(kind="percentile"), ZScoreNormaliza
 
 
 def normalize_checked(pixels, normalisation=PERCENTILE):
-    out = normalize_channel(pixels, normalisation)
+    out = fit_scaling(pixels, normalisation).apply(pixels)
     assert out.dtype == np.float32
     return out
 
@@ -187,5 +187,5 @@ def test_channels_can_be_normalized_differently(bands):
     fixed = RangeNormalization(kind="range", low=100, high=300)
     spec = replace_input(bands, channels=2, normalisation=(ZSCORE, fixed))
     normalized = prepare(Volume.from_array(pixels), spec).image.to_tensor()[0].numpy()
-    np.testing.assert_array_equal(normalized[0], normalize_channel(pixels[0], ZSCORE))
-    np.testing.assert_array_equal(normalized[1], normalize_channel(pixels[1], fixed))
+    np.testing.assert_array_equal(normalized[0], fit_scaling(pixels[0], ZSCORE).apply(pixels[0]))
+    np.testing.assert_array_equal(normalized[1], fit_scaling(pixels[1], fixed).apply(pixels[1]))

@@ -17,7 +17,7 @@ from paths import ROOT
 
 from service.core.errors import UnsupportedPackage
 from service.core.types import Array
-from service.inference.preprocessing.normalize import MAX_MAGNITUDE, normalize_channel
+from service.inference.preprocessing.normalize import MAX_MAGNITUDE, fit_scaling
 from service.models.importers.bioimageio_processing import read_activation, read_normalization
 from service.models.importers.draft import Fields
 from service.models.spec import Input
@@ -57,7 +57,9 @@ def preprocess(image: Array, tensor: Fields) -> Array:
     channels, size = image.shape[1], image.shape[2:]
     normalization = read_normalization(tensor, channels)
     settings = Input.model_validate({"channels": channels, "normalisation": normalization, "roi_size": size})
-    return np.stack([normalize_channel(image[0, c], settings.get_normalization(c)) for c in range(channels)])[None]
+    return np.stack(
+        [fit_scaling(image[0, c], settings.get_normalization(c)).apply(image[0, c]) for c in range(channels)]
+    )[None]
 
 
 def postprocess(image: Array, tensor: Fields) -> Array:

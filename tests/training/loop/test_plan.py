@@ -18,26 +18,16 @@ def test_correct_objects_select_the_weights_and_the_loss_decides_ties() -> None:
     assert not state.add_row(0.1, 0.4, make_scores(0.5, 0.3))
     assert (state.best, state.stale) == (3, 1)
     assert state.get_scores(3) == make_scores(0.5, 0.3)
-    assert state.describe_failure() is None
     assert "0.20 before, 0.30 at best" in state.summarize()
 
 
-def test_advice_is_given_if_nothing_improves() -> None:
-    state = TrainerState()
-    state.add_row(0.1, None, make_scores(0.5, 0.4))
-    state.step = 25
-    state.add_row(0.1, 0.4, make_scores(0.6, 0.3))
-    failure = state.describe_failure() or ""
-    assert "No improvement after 25 steps: F1 on the validation parts 0.40 at the start and 0.30 at best" in failure
-    assert "lower learning rate" in failure
+def test_summary_of_a_run_without_scores_is_readable() -> None:
     state = TrainerState()
     state.add_row(0.1, None, make_scores(math.nan))
     state.step = state.skipped = 20
-    failure = state.describe_failure() or ""
-    assert "engine.precision: fp32" in failure
     assert "20 steps skipped" in state.summarize()
-    assert "nan" not in failure + state.summarize()
-    assert "inf" not in failure + state.summarize().replace("finite", "")
+    assert "nan" not in state.summarize()
+    assert "inf" not in state.summarize().replace("finite", "")
 
 
 def test_learning_rate_rises_briefly_and_decays_to_almost_zero() -> None:

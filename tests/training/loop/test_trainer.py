@@ -260,7 +260,7 @@ def test_short_training_improves_the_validation_loss(pair: Pair, tmp_path: Path,
     trainer = make_trainer(pair, tmp_path, network, dtype, steps=40, every=20, batch_size=2, learning_rate=0.01)
     assert all(value.isfinite().all() for value in trainer.run().state_dict().values())
     assert trainer.state.skipped == 0
-    assert trainer.state.describe_failure() is None
+    assert trainer.state.best
     summary = trainer.state.summarize()
     assert summary.startswith("40 steps, F1 on the validation parts ")
     assert "skipped" not in summary

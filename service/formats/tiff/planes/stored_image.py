@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -181,20 +181,24 @@ def read_separate_pages(
     container, page_axes, page_shape = metadata.CONTAINER_NAMES[kind], image.page.axes, image.page.shape
     plane_count, expected_count = len(image.pages), math.prod(shape)
     headers = metadata.read_shaped_headers(image.pages) if kind == "shaped" else []
-    if any(header.get("truncated") for header in headers):
-        raise BadFile("The file has several images with several planes per page. Save the planes as one stack.")
-    described_counts = {math.prod(header["shape"]) // max(1, image.page.size) for header in headers} or {expected_count}
+    described_counts = _count_described_planes(image, headers) or {expected_count}
     image_count, remainder = divmod(plane_count, expected_count)
+    is_series = bool(headers) and described_counts == {expected_count} != {1} and not remainder
     if plane_count == expected_count:
         image = replace(image, axes=axes + page_axes, shape=shape + page_shape)
-    elif (
-        headers and described_counts == {expected_count} != {1} and not remainder and selection.axes != "Z" + page_axes
-    ):
+    elif is_series and selection.axes != "Z" + page_axes:
         image = replace(image, axes=f"I{axes}{page_axes}", shape=(image_count, *shape, *page_shape))
     elif described_counts != {1}:
         problem = f"its metadata ({container}) contradicts its pages, because it describes only a part of them"
         image = replace(image, metadata_problem=problem)
     return add_metadata(image, tiff, kind)
+
+
+def _count_described_planes(image: StoredImage, headers: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the numbers of planes of the images that the headers describe."""
+    if any(header.get("truncated") for header in headers):
+        raise BadFile("The file has several images with several planes per page. Save the planes as one stack.")
+    return {math.prod(header["shape"]) // max(1, image.page.size) for header in headers}
 
 
 def arrange_planes(

@@ -306,8 +306,7 @@ def _read_activation(config: Fields) -> tuple[str, bool]:
     for index, (name, step) in enumerate(_read_transforms(config, "postprocessing")):
         check_arguments(name, step)
         if name == "Activationsd" and index == 0:
-            kinds = [kind for kind in ("softmax", "sigmoid") if is_enabled(step, kind)]
-            activation = kinds[0] if kinds else "none"
+            activation = next((kind for kind in ("softmax", "sigmoid") if is_enabled(step, kind)), "none")
         elif name != "AsDiscreted" or step.get("threshold") is not None:
             raise UnsupportedPackage(f"{step.locate('_target_')}: {name} is not supported with these settings.")
         else:

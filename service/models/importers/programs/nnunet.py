@@ -139,13 +139,8 @@ def _choose_folder(root: Path) -> tuple[str, list[str]]:
 
 
 def _read_folds(root: Path, folder: str) -> list[_Fold]:
-    """Return the checkpoints of all folds, or of `fold_all` if there is no other. Raises UnsupportedPackage."""
-    candidates = [sorted(Path(root, folder).glob(f"fold_*/{name}")) for name in CHECKPOINT_NAMES]
-    names = [path.relative_to(Path(root, folder)) for path in candidates[0] or candidates[1]]
-    files = [name.as_posix() for name in names if FOLD_NAME.fullmatch(name.parts[0])]
-    files = [file for file in files if not file.startswith("fold_all/")] or files
-    if not files:
-        raise UnsupportedPackage(f"fold_*: no fold contains {' or '.join(CHECKPOINT_NAMES)}.")
+    """Return the checkpoints of all folds. Raises UnsupportedPackage if they differ in their configuration."""
+    files = _list_checkpoints(root, folder)
     paths = [find_file(root, f"{folder}/{file}") for file in files]
     if sum(path.stat().st_size for path in paths) > MAX_PACKAGE_BYTES:
         raise UnsupportedPackage(f"fold_*: the checkpoints have more than {MAX_PACKAGE_BYTES} bytes in total.")
@@ -154,6 +149,17 @@ def _read_folds(root: Path, folder: str) -> list[_Fold]:
         if (fold.configuration, fold.mirror_axes) != (folds[0].configuration, folds[0].mirror_axes):
             raise UnsupportedPackage(f"{fold.file}: its configuration or mirroring axes differ from {folds[0].file}.")
     return folds
+
+
+def _list_checkpoints(root: Path, folder: str) -> list[str]:
+    """Return the checkpoints in a folder of all folds, or of `fold_all` if there is no other."""
+    candidates = [sorted(Path(root, folder).glob(f"fold_*/{name}")) for name in CHECKPOINT_NAMES]
+    names = [path.relative_to(Path(root, folder)) for path in candidates[0] or candidates[1]]
+    files = [name.as_posix() for name in names if FOLD_NAME.fullmatch(name.parts[0])]
+    files = [file for file in files if not file.startswith("fold_all/")] or files
+    if not files:
+        raise UnsupportedPackage(f"fold_*: no fold contains {' or '.join(CHECKPOINT_NAMES)}.")
+    return files
 
 
 def _read_fold(path: Path, file: str) -> _Fold:
@@ -179,16 +185,25 @@ def _read_fold(path: Path, file: str) -> _Fold:
 
 def _remove_second_names(tensors: dict[str, Tensor], file: str) -> dict[str, Tensor]:
     """Return the tensors that inference needs, each once. Raises UnsupportedPackage if two names contradict."""
-    last_head = max((int(match[1]) for name in tensors if (match := _HEAD_NAME.match(name))), default=0)
+    last_head = max(_get_head(name) or 0 for name in tensors) if tensors else 0
     unique_tensors = dict[str, Tensor]()
     for name, tensor in tensors.items():
         if name.startswith(_ENCODER_ALIAS):
-            original = tensors.get(name.removeprefix("decoder."))
-            if original is None or (original.data_ptr() != tensor.data_ptr() and not torch.equal(original, tensor)):
+            if not _is_same_tensor(tensor, tensors.get(name.removeprefix("decoder."))):
                 raise UnsupportedPackage(f"{file}: {name} differs from the tensor of the encoder that it repeats.")
-        elif not _BLOCK_ALIAS.search(name) and not ((match := _HEAD_NAME.match(name)) and int(match[1]) != last_head):
+        elif not _BLOCK_ALIAS.search(name) and _get_head(name) in {None, last_head}:
             unique_tensors[name] = tensor
     return unique_tensors
+
+
+def _is_same_tensor(tensor: Tensor, other: Tensor | None) -> bool:
+    return other is not None and (other.data_ptr() == tensor.data_ptr() or torch.equal(other, tensor))
+
+
+def _get_head(name: str) -> int | None:
+    """Return the number of the head of the network to which a tensor belongs; None for all other tensors."""
+    match = _HEAD_NAME.match(name)
+    return None if match is None else int(match[1])
 
 
 def _merge(folds: Sequence[_Fold], plans: Plans) -> dict[str, Tensor]:
@@ -217,6 +232,17 @@ def _read_channel_names(dataset: Fields) -> list[str]:
 
 def _read_labels(dataset: Fields) -> _Labels:
     """Return the outputs of the network: all labels, or all regions if a label consists of several values."""
+    values = _read_label_values(dataset)
+    if any(len(value) != 1 for value in values.values()):
+        return _read_regions(dataset, [name for name, value in values.items() if set(value) != {0}])
+    names = {value[0]: name for name, value in values.items()}
+    if sorted(names) != list(range(len(values))):
+        raise UnsupportedPackage(f"labels: expected the integers 0 to {len(values) - 1}, not {sorted(names)!r:.80}.")
+    return _Labels(tuple(names[index] for index in range(len(names))), None)
+
+
+def _read_label_values(dataset: Fields) -> dict[str, list[int]]:
+    """Return the integers of each label, except the ignored one."""
     labels = dataset.get_mapping("labels").as_dict()
     labels.pop("ignore", None)
     values = {name: value if isinstance(value, list) else [value] for name, value in labels.items()}
@@ -224,12 +250,7 @@ def _read_labels(dataset: Fields) -> _Labels:
     if values.get("background") != [0] or not all(type(number) is int and 0 <= number < 2**16 for number in numbers):
         raise UnsupportedPackage("labels: expected names with the integers of the labels, and background with 0.")
     check_channel_count(len(values), "labels")
-    if any(len(value) != 1 for value in values.values()):
-        return _read_regions(dataset, [name for name, value in values.items() if set(value) != {0}])
-    names = {value[0]: name for name, value in values.items()}
-    if sorted(names) != list(range(len(values))):
-        raise UnsupportedPackage(f"labels: expected the integers 0 to {len(values) - 1}, not {sorted(names)!r:.80}.")
-    return _Labels(tuple(names[index] for index in range(len(names))), None)
+    return values
 
 
 def _read_regions(dataset: Fields, names: list[str]) -> _Labels:

@@ -100,10 +100,7 @@ def read_plans(plans: Fields, name: str) -> Plans:
             raise UnsupportedPackage(
                 f"{fields.locate(key)}: only {supported} is supported, not {fields.get(key)!r:.80}."
             )
-    axes = plans.get("transpose_forward")
-    if not isinstance(axes, list) or sorted(map(repr, axes)) != ["0", "1", "2"]:
-        raise UnsupportedPackage(f"transpose_forward: expected a permutation of 0, 1, 2, not {axes!r:.80}.")
-    z, y, x = (axes.index(axis) for axis in range(3))
+    z, y, x = _read_axes(plans)
     location = configuration.locate("patch_size")
     lengths = _check_sizes(patch_size, location, MAX_WINDOW_LENGTH)
     if math.prod(lengths) > MAX_WINDOW_VOXELS:
@@ -118,6 +115,14 @@ def read_plans(plans: Fields, name: str) -> Plans:
         plans.get_string("image_reader_writer", ""),
         plans.get_mapping(key if key in plans else old_key),
     )
+
+
+def _read_axes(plans: Fields) -> tuple[int, int, int]:
+    """Return the positions of z, y and x in the axes of the network."""
+    axes = plans.get("transpose_forward")
+    if not isinstance(axes, list) or sorted(map(repr, axes)) != ["0", "1", "2"]:
+        raise UnsupportedPackage(f"transpose_forward: expected a permutation of 0, 1, 2, not {axes!r:.80}.")
+    return axes.index(0), axes.index(1), axes.index(2)
 
 
 def _resolve(plans: Fields, name: str) -> Fields:
@@ -286,7 +291,7 @@ def read_normalization(plans: Plans, channel_count: int) -> dict[str, Any] | lis
         _read_scheme(plans, index, scheme, has_mask=bool(masks and masks[index]))
         for index, scheme in enumerate(schemes)
     ]
-    return channels[0] if all(channel == channels[0] for channel in channels) else channels
+    return channels[0] if channels.count(channels[0]) == channel_count else channels
 
 
 def _read_scheme(plans: Plans, index: int, scheme: Any, *, has_mask: bool) -> dict[str, Any]:

@@ -249,6 +249,5 @@ def _list_orders(tensors: Mapping[str, Tensor]) -> list[str]:
     norm = next((layer[0] for layer in layers if layer != "conv"), "")
     if not norm:
         return ["cr", "cl", "ce"]
-    if layers[0] == "conv":
-        return [order.replace("g", norm) for order in ("crg", "cgr", "clg", "cgl", "ceg", "cge")]
-    return [order.replace("g", norm) for order in ("gcr", "gcl", "gce")]
+    orders = ("crg", "cgr", "clg", "cgl", "ceg", "cge") if layers[0] == "conv" else ("gcr", "gcl", "gce")
+    return [order.replace("g", norm) for order in orders]

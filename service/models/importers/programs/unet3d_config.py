@@ -43,6 +43,19 @@ class Network(NamedTuple):
 
 def read_network(model: Fields, name: str) -> Network:
     """Translate the arguments of a network with this class name. Raises UnsupportedPackage for unsupported networks."""
+    _check_network(model, name)
+    arguments = {key: model.get(key) for key in _ARGUMENT_NAMES if key in model.as_dict()}
+    for key in ("in_channels", "out_channels"):
+        if not isinstance(arguments.get(key), int):
+            raise UnsupportedPackage(f"{model.locate(key)}: expected a number, not {arguments.get(key)!r:.80}.")
+        check_channel_count(arguments[key], model.locate(key))
+    other_keys = sorted(map(str, model.as_dict().keys() - _OTHER_MODEL_KEYS - set(_ARGUMENT_NAMES)))
+    notes = [f"The argument {key!r:.80} is ignored, as by the original network." for key in other_keys]
+    activation = "softmax" if model.get("final_sigmoid") is False else "sigmoid"
+    return Network({"name": name, "arguments": arguments}, activation, tuple(notes))
+
+
+def _check_network(model: Fields, name: str) -> None:
     if name not in CONSTRUCTORS:
         reason = (
             "2D networks are not supported" if name.endswith("2D") else f"it is not one of {', '.join(CONSTRUCTORS)}"
@@ -54,15 +67,6 @@ def read_network(model: Fields, name: str) -> Network:
         )
     if model.get("conv_padding") not in (None, 1, [1, 1, 1]):
         raise UnsupportedPackage(f"{model.locate('conv_padding')}: only a padding of 1 is supported.")
-    arguments = {key: model.get(key) for key in _ARGUMENT_NAMES if key in model.as_dict()}
-    for key in ("in_channels", "out_channels"):
-        if not isinstance(arguments.get(key), int):
-            raise UnsupportedPackage(f"{model.locate(key)}: expected a number, not {arguments.get(key)!r:.80}.")
-        check_channel_count(arguments[key], model.locate(key))
-    other_keys = sorted(map(str, model.as_dict().keys() - _OTHER_MODEL_KEYS - set(_ARGUMENT_NAMES)))
-    notes = [f"The argument {key!r:.80} is ignored, as by the original network." for key in other_keys]
-    activation = "softmax" if model.get("final_sigmoid") is False else "sigmoid"
-    return Network({"name": name, "arguments": arguments}, activation, tuple(notes))
 
 
 def read_patch_size(config: Fields) -> list[int]:
@@ -96,17 +100,20 @@ def read_normalization(config: Fields, channel_count: int) -> tuple[dict[str, An
     if step is None:
         return {"kind": "range", "low": 0.0, "high": 1.0}, ()
     name = step.get_string("name")
-    for key in sorted(map(str, step.as_dict().keys() - _TRANSFORM_KEYS[name] - {"name"})):
-        raise UnsupportedPackage(f"{step.locate()}: the argument {key!r:.80} of {name} is not supported.")
+    if other_keys := sorted(map(str, step.as_dict().keys() - _TRANSFORM_KEYS[name] - {"name"})):
+        raise UnsupportedPackage(f"{step.locate()}: the argument {other_keys[0]!r:.80} of {name} is not supported.")
     uses_statistics = name == "PercentileNormalizer" or (name == "Standardize" and "mean" not in step)
     if channel_count > 1 and uses_statistics and not step.get("channelwise"):
         raise UnsupportedPackage(
             f"{step.locate('channelwise')}: statistics computed jointly over all channels are not supported."
         )
-    uses_patches = name == "Standardize" and uses_statistics and "transformer" in _find_loader(config)
-    loaders = config.get_mapping("loaders")
-    notes = (PATCH_STATISTICS_NOTE,) if uses_patches and loaders.get("global_normalization") is not True else ()
+    notes = _describe_patches(config) if name == "Standardize" and uses_statistics else ()
     return _TRANSLATORS[name](step), notes
+
+
+def _describe_patches(config: Fields) -> tuple[str, ...]:
+    is_global = config.get_mapping("loaders").get("global_normalization") is True
+    return (PATCH_STATISTICS_NOTE,) if "transformer" in _find_loader(config) and not is_global else ()
 
 
 def _list_loaders(config: Fields) -> Iterator[tuple[str, Fields]]:

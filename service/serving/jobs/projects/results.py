@@ -64,12 +64,7 @@ def join_tables(results: Sequence[MeasuredResult], selected: Collection[str] = (
     """
     columns = _list_columns(results)
     if selected:
-        base_names = dict.fromkeys(name.partition("-")[0] for name in columns)
-        if columns and (unknown_names := [name for name in selected if name not in base_names]):
-            raise BadParameter.for_parameter(
-                "columns", f"there is no column {unknown_names[0][:80]!r}. The columns are {', '.join(base_names)}."
-            )
-        columns = [name for name in columns if name.partition("-")[0] in selected]
+        columns = _select_columns(columns, selected)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([*ORIGIN_COLUMNS, *columns])
@@ -80,6 +75,15 @@ def join_tables(results: Sequence[MeasuredResult], selected: Collection[str] = (
             buffer.seek(0)
             buffer.truncate()
     yield buffer.getvalue().encode()
+
+
+def _select_columns(columns: Sequence[str], selected: Collection[str]) -> list[str]:
+    base_names = dict.fromkeys(name.partition("-")[0] for name in columns)
+    if columns and (unknown_names := [name for name in selected if name not in base_names]):
+        raise BadParameter.for_parameter(
+            "columns", f"there is no column {unknown_names[0][:80]!r}. The columns are {', '.join(base_names)}."
+        )
+    return [name for name in columns if name.partition("-")[0] in selected]
 
 
 def limit_joined_bytes(results: Iterable[MeasuredResult]) -> int:

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 
 from service.core.errors import UnsupportedPackage
-from service.inference.preprocessing.normalize import normalize_channel
+from service.inference.preprocessing.normalize import fit_scaling
 from service.models.importers.draft import Fields
 from service.models.importers.monai import bundle
 from service.models.importers.monai.normalization import translate_normalization
@@ -63,7 +63,7 @@ def list_combinations(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
 def normalize(image: np.ndarray, content: Any) -> np.ndarray:
     items = content if isinstance(content, list) else [content] * len(image)
     specs = [TypeAdapter(Normalization).validate_python(item) for item in items]
-    return np.stack([normalize_channel(pixels, spec) for pixels, spec in zip(image, specs, strict=True)])
+    return np.stack([fit_scaling(pixels, spec).apply(pixels) for pixels, spec in zip(image, specs, strict=True)])
 
 
 def translate(name: str, arguments: dict[str, Any], num_channels: int) -> tuple[Any, str]:
