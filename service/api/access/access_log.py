@@ -63,8 +63,7 @@ def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: f
     path = UNPRINTABLE_PATTERN.sub("?", scope["path"][:MAX_PATH_CHARS])
     level = logging.DEBUG if "/health" in route else logging.INFO
     details = " ".join(detail for detail in (caller, problem, model, objects) if detail is not None)
-    client = scope.get("client")
-    address = client and NO_ADDRESS_PATTERN.sub("?", client[0][:MAX_ADDRESS_CHARS])
+    address = _get_client_address(scope)
     members: dict[str, Any] = {
         "request_id": request_id,
         "client": address,
@@ -82,6 +81,12 @@ def _log_request(scope: Scope, request_id: str, status: int, duration_seconds: f
     known_members = {name: value for name, value in members.items() if value is not None}
     arguments = (scope["method"], path, status, duration_seconds, request_id, address or "-", details)
     log.log(level, "%s %s %d %.3fs %s %s %s", *arguments, extra=telemetry.make_log_fields(**known_members))
+
+
+def _get_client_address(scope: Scope) -> str | None:
+    """Return the address of the client with unexpected characters replaced, or None if the server does not know it."""
+    client = scope.get("client")
+    return NO_ADDRESS_PATTERN.sub("?", client[0][:MAX_ADDRESS_CHARS]) if client else None
 
 
 def _count_request(scope: Scope, route: str, status: int, caller: str, problem: str | None) -> None:
