@@ -216,7 +216,7 @@ class Design(NamedTuple):
         features = np.concatenate(
             [measure_object_features(sample.objects, diameter, calibration) for sample in samples]
         )
-        # The size is not used: small objects are often right in this data, which would make huge ones look right, too.
+        # The size is not used: small objects are often right in this data, which would raise confidence in huge ones.
         features[:, SIZE_COLUMN] = 0.0
         return cls(
             features,
