@@ -182,17 +182,7 @@ class DiameterEstimator:
         max_factors = self._probe_trials(probes, centers)
         if estimate.diameter is None:
             reference = next(probe for probe in probes if are_close(probe.factors, self._base, EQUAL_SCALE_RATIO))
-        max_product = EQUAL_SCALE_RATIO * math.prod(max_factors)
-        # Flat objects are not resolved along z unless planes are enlarged, by half of a measured flatness or more.
-        min_stretch = 1.01 if self._voxel_size else self._flatness / 2
-        min_factor = self._base[0] * min_stretch if self._flatness >= MIN_FLAT_ASPECT else 0.0
-        candidates = [
-            probe
-            for probe in probes
-            if math.prod(probe.factors) <= max_product
-            and probe.factors[0] >= min_factor
-            and self._has_enough_objects(probe, reference)
-        ]
+        candidates = [probe for probe in probes if self._is_candidate(probe, reference, max_factors)]
         winner = choose_better_probe(reference, candidates, self._margin)
         return estimate if winner is None else self._summarize_trial(winner, reference, probes, max_factors)
 
@@ -202,8 +192,18 @@ class DiameterEstimator:
         for factors, num_windows in scales:
             if not is_probed(factors, probes):
                 probes.append(self.probe(centers, factors, num_windows))
-        max_factors, _ = scales[-1]
-        return max_factors
+        return scales[-1][0]
+
+    def _is_candidate(self, probe: ScaleProbe, reference: ScaleProbe, max_factors: Factors) -> bool:
+        """Return whether a trial may choose the scale of a probe instead of that of `reference`."""
+        # Flat objects are not resolved along z unless planes are enlarged, by half of a measured flatness or more.
+        min_stretch = 1.01 if self._voxel_size else self._flatness / 2
+        min_factor = self._base[0] * min_stretch if self._flatness >= MIN_FLAT_ASPECT else 0.0
+        return (
+            math.prod(probe.factors) <= EQUAL_SCALE_RATIO * math.prod(max_factors)
+            and probe.factors[0] >= min_factor
+            and self._has_enough_objects(probe, reference)
+        )
 
     def _summarize_trial(
         self, winner: ScaleProbe, reference: ScaleProbe, probes: Sequence[ScaleProbe], max_factors: Factors

@@ -30,17 +30,13 @@ def choose_diameter(
     Returns the value for the parameter `diameter`, and a note. The value is "none" if no resampling is needed, and the
     default diameter of the model if it suits all volumes.
     """
-    usable_estimates = [
-        (diameters, voxel_size, estimate.matches_model)
-        for estimate, voxel_size in estimates
-        if estimate.diameter is not None and (diameters := estimate.diameter.to_voxels(voxel_size)) is not None
-    ]
+    usable_estimates = _select_usable(estimates)
     if not usable_estimates:
         return "none", (
             "The object diameter could not be estimated, so the original resolution is used."
             " If you know the diameter, set diameter=."
         )
-    default = estimates[0][0].default if estimates else None
+    default = estimates[0][0].default
     if default is not None and not any(estimate.is_estimated for estimate, _ in estimates):
         return str(default), describe_default_diameter(default)
     diameter = _compute_median([(diameters, voxel_size) for diameters, voxel_size, _ in usable_estimates])
@@ -50,6 +46,17 @@ def choose_diameter(
     if 2 * sum(matches_model for *_, matches_model in usable_estimates) > len(usable_estimates):
         return "none", f"{note_start}, which suits the model without resampling. If this is wrong, set diameter=."
     return str(diameter), f"{note_start}. If this is wrong, set diameter=."
+
+
+def _select_usable(
+    estimates: Sequence[tuple[DiameterEstimate, VoxelSize | None]],
+) -> list[tuple[tuple[float, float, float], VoxelSize | None, bool]]:
+    """Return the estimates in voxels, the voxel sizes, and whether the estimates match the model."""
+    return [
+        (diameters, voxel_size, estimate.matches_model)
+        for estimate, voxel_size in estimates
+        if estimate.diameter is not None and (diameters := estimate.diameter.to_voxels(voxel_size)) is not None
+    ]
 
 
 def _compute_median(estimates: Sequence[tuple[tuple[float, float, float], VoxelSize | None]]) -> Diameter:
