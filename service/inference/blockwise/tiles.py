@@ -53,7 +53,7 @@ def decode_tile(
     The result contains the class of each voxel [Z, Y, X] or, for labels, the piece of each voxel. For labels, these
     arrays are also written to an archive:
 
-    position, key, ...  as in `Pieces`; the third sum is the number of voxels in the stack, or 0 if it was not resampled
+    position, key, ...  as in `Pieces`; the fourth sum is as returned by `count_stack_voxels`
     face-A-S            pieces, from 1, as returned by `take_faces`
     """
     layout = run.plan.layout
