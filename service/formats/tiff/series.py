@@ -321,6 +321,10 @@ def _check_decodable(page: TiffPage) -> None:
             f"The pages have {pixel_format}, which are not supported. Save the stack as 8-, 16- or 32-bit integers or"
             " floats."
         )
+    _check_compression(page)
+
+
+def _check_compression(page: TiffPage) -> None:
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)
         raise BadFile(f"Compression {name} is not supported. Save the file uncompressed or with Deflate, LZW or Zstd.")

@@ -108,12 +108,7 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
     finished. Labels in the `labels` group of an image have its resolutions and coordinate system. See `write` for
     `provenance`. Raises BadParameter for probabilities in such a group.
     """
-    image = find_labeled_image(path)
-    if image is not None and segmentation.pixels.dtype.kind not in "ui":
-        raise BadParameter(
-            f"{path.name} is in the `labels` group of an OME-Zarr image, which may contain only integers, not"
-            f" {segmentation.kind}. Write a separate store instead."
-        )
+    image = _find_image(path, segmentation)
     coordinates = None if image is None else image_coordinates.read(image, segmentation)
     zarr_format: Literal[2, 3] = 2 if image is not None and not (image / "zarr.json").exists() else 3
     temporary_path = get_partial_path(path)
@@ -124,15 +119,26 @@ def create(segmentation: Segmentation, path: Path, provenance: Mapping[str, str]
         _create_level(group, level_number, segmentation, steps)
         for level_number, steps in enumerate(coordinates.steps if coordinates else _choose_steps(segmentation))
     ]
-    multiscales = {"name": path.name, "type": "nearest"} | (
-        copy_coordinates(coordinates)
-        if coordinates
-        else describe_coordinates(segmentation, [level.steps for level in levels])
-    )
+    if coordinates:
+        described_coordinates = copy_coordinates(coordinates)
+    else:
+        described_coordinates = describe_coordinates(segmentation, [level.steps for level in levels])
+    multiscales = {"name": path.name, "type": "nearest"} | described_coordinates
     group.attrs.update(make_ome_attributes(segmentation, multiscales, zarr_format, is_in_image=image is not None))
     if provenance:
         group.attrs[PROVENANCE_NAMESPACE] = dict(provenance)
     return levels
+
+
+def _find_image(path: Path, segmentation: Segmentation) -> Path | None:
+    """Return the image whose `labels` group contains `path`, if any. Raises BadParameter for probabilities in it."""
+    image = find_labeled_image(path)
+    if image is not None and segmentation.pixels.dtype.kind not in "ui":
+        raise BadParameter(
+            f"{path.name} is in the `labels` group of an OME-Zarr image, which may contain only integers, not"
+            f" {segmentation.kind}. Write a separate store instead."
+        )
+    return image
 
 
 def open_level(path: Path, level_number: int) -> Any:

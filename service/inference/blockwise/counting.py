@@ -19,8 +19,14 @@ from service.formats.zarr.reader import ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.preprocessing.empty_windows import IntensitySurvey, compute_sample_step, survey_box
-from service.inference.preprocessing.normalize import VolumeChannel, find_intensities, replace_missing
-from service.inference.preprocessing.percentiles import MAX_SORTED_VOXELS, count_digits, make_sortable_keys
+from service.inference.preprocessing.normalize import VolumeChannel
+from service.inference.preprocessing.percentiles import (
+    MAX_SORTED_VOXELS,
+    count_digits,
+    find_intensities,
+    make_sortable_keys,
+    replace_missing,
+)
 from service.inference.runner.estimator import Estimator
 from service.inference.windows.grid import as_size
 from service.models.spec_parts import PercentileNormalization

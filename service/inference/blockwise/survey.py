@@ -28,13 +28,8 @@ from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import IntensitySurvey, SkipResult, make_empty_window_filter
-from service.inference.preprocessing.normalize import (
-    IntensityScaling,
-    NormalizedImage,
-    choose_substitute,
-    describe_replaced_pixels,
-    fit_scaling,
-)
+from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage, fit_scaling
+from service.inference.preprocessing.percentiles import choose_substitute, describe_replaced_pixels
 from service.inference.preprocessing.resample import describe_resampling, resample_image
 from service.inference.segment import DEFAULT_CALLBACKS, estimate_diameter
 from service.inference.types import Plan

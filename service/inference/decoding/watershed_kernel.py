@@ -154,15 +154,7 @@ class KernelWatershed:
         Raises ValueError if the planes do not match the box, and MemoryError if there is not enough memory.
         """
         num_planes = heights.shape[self._along_y]
-        if num_planes > self._num_missing_planes:
-            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
-        self._shape[self._along_y] = num_planes
-        for tensor in (heights, foreground):
-            if tensor.dtype not in DTYPES or list(tensor.shape) != self._shape or tensor.device.type != "cpu":
-                raise ValueError(
-                    f"expected a CPU tensor of shape {self._shape} with a supported data type, got a tensor of type"
-                    f" {tensor.dtype} with shape {list(tensor.shape)}"
-                )
+        self._check_planes((heights, foreground), num_planes)
         if heights.dtype != foreground.dtype:
             heights, foreground = heights.float(), foreground.float()
         # The kernel reads contiguous rows.
@@ -171,6 +163,17 @@ class KernelWatershed:
         if self._functions.stackseg_slab(self._handle, *arguments, heights.dtype == torch.bfloat16, num_planes):
             raise MemoryError("not enough memory for the pieces of a watershed")
         self._num_missing_planes -= num_planes
+
+    def _check_planes(self, tensors: Sequence[Tensor], num_planes: int) -> None:
+        if num_planes > self._num_missing_planes:
+            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
+        self._shape[self._along_y] = num_planes
+        for tensor in tensors:
+            if tensor.dtype not in DTYPES or list(tensor.shape) != self._shape or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"expected a CPU tensor of shape {self._shape} with a supported data type, got a tensor of type"
+                    f" {tensor.dtype} with shape {list(tensor.shape)}"
+                )
 
     def find_pieces(self) -> tuple[Pieces, NDArray[np.int32]]:
         """Return the pieces of the volume and the link of each piece, as in `join_pieces`."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.types import Array, Volume
 from service.inference.decoding.decoders import make_decoder
-from service.inference.preprocessing.normalize import VolumeChannel, find_intensities, replace_missing
-from service.inference.preprocessing.percentiles import has_one_value
+from service.inference.preprocessing.normalize import VolumeChannel
+from service.inference.preprocessing.percentiles import find_intensities, has_one_value, replace_missing
 from service.inference.types import Plan, SkippedWindows
 from service.inference.windows.blending import Blending, BlendingSetup
 from service.inference.windows.grid import Grid, as_size

@@ -6,6 +6,7 @@ are read for a window, so the whole volume is never held in float32.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from service.core.errors import BadFile
 from service.core.types import Array, Volume
-from service.inference.preprocessing.percentiles import Channel, compute_percentiles
+from service.inference.preprocessing.percentiles import (
+    Channel,
+    compute_percentiles,
+    describe_replaced_pixels,
+    find_substitute,
+    replace_missing,
+)
 from service.inference.windows.grid import Box
 from service.inference.windows.kernels import window_kernels
 from service.models.spec import ModelSpec
@@ -35,8 +41,6 @@ _DTYPES_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, 
 # Maximum magnitude of normalized values. If almost all pixels are equal, a single hot pixel would otherwise become
 # infinite and affect the whole window.
 MAX_MAGNITUDE = 1e6
-# Floats from this magnitude on are not intensities, but values for missing data: the largest float32, 9.97e36 (netCDF).
-NO_DATA_MAGNITUDE = 1e36
 
 
 @dataclass(frozen=True)
@@ -80,17 +84,6 @@ class DeviceChannel(VolumeChannel):
 
     def count_digits(self, _shift: int, _prefixes: frozenset[int]) -> dict[int, NDArray[np.int64]]:
         return {0: self.device_pixels.compute_histogram(self.index)}
-
-
-def find_intensities(pixels: Array) -> NDArray[np.bool_]:
-    """Return which pixels are intensities, instead of NaN, infinite or a value for missing data."""
-    can_have_values_for_missing_data = pixels.dtype.kind == "f" and pixels.dtype.itemsize > 2
-    return np.abs(pixels) < NO_DATA_MAGNITUDE if can_have_values_for_missing_data else np.isfinite(pixels)
-
-
-def replace_missing(pixels: Array, substitute: float | None) -> Array:
-    """Return the pixels with all that are not intensities replaced with `substitute`, or unchanged if that is None."""
-    return pixels if substitute is None else np.where(find_intensities(pixels), pixels, pixels.dtype.type(substitute))
 
 
 @dataclass(frozen=True)
@@ -249,25 +242,29 @@ def normalize_volume(
     and values for missing data are replaced with the lowest intensity. A constant channel becomes zeros. Raises BadFile
     if a channel has no intensities.
     """
-    scalings, num_replaced = [], 0
+    scalings, num_replaced, notes = [], 0, list[str]()
     for index in range(volume.shape[0]):
-        substitute, num_missing = _find_substitute(VolumeChannel(volume, index))
+        substitute, num_missing = find_substitute(VolumeChannel(volume, index))
         channel: Channel = VolumeChannel(volume, index, substitute)
         if device_pixels is not None:
             channel = DeviceChannel(volume, index, device_pixels=device_pixels)
         scalings.append(replace(fit_scaling(channel, spec.input.get_normalization(index)), substitute=substitute))
+        notes += _describe_limited_pixels(VolumeChannel(volume, index, substitute), scalings[-1])
         num_replaced += num_missing
-    return NormalizedImage(volume, scalings, device_pixels), describe_replaced_pixels(num_replaced)
+    return NormalizedImage(volume, scalings, device_pixels), (*describe_replaced_pixels(num_replaced), *notes)
 
 
-def describe_replaced_pixels(count: int) -> tuple[str, ...]:
-    """Return a note for the user about the number of replaced pixels; empty if no pixels were replaced."""
-    if not count:
-        return ()
-    return (
-        f"{count} pixels that are NaN or infinite, or have a value for missing data such as 3.4e+38, were replaced with"
-        " the lowest finite intensity.",
-    )
+def _describe_limited_pixels(channel: Channel, scaling: IntensityScaling) -> Iterator[str]:
+    """Yield a note if normalized pixels exceed `MAX_MAGNITUDE`. Only pixels of 32 or 64 bits can exceed it."""
+    if channel.dtype.itemsize <= 2 or scaling.scale == 0 or scaling.maximum != MAX_MAGNITUDE:
+        return
+    limits = [(float(block.min()), float(block.max())) for block in channel]
+    farthest = max(itertools.chain(*limits), key=lambda value: abs(value - scaling.offset))
+    if abs(farthest - scaling.offset) > MAX_MAGNITUDE * abs(scaling.scale):
+        yield (
+            f"The image has pixels with the value {farthest:.3g}, far from the other intensities. Labels near these"
+            " pixels may be wrong. If they stand for missing data, replace them with NaN."
+        )
 
 
 def fit_scaling(channel: Channel, normalisation: Normalization) -> IntensityScaling:
@@ -294,41 +291,3 @@ def _compute_mean_and_std(channel: Channel) -> tuple[float, float]:
         mean = float(sum(block.sum(dtype=np.float64) for block in channel) / channel.size)
         squares = (np.square(np.subtract(block, mean, dtype=np.float64)).sum() for block in channel)
         return mean, float(np.sqrt(sum(squares) / channel.size))
-
-
-def _find_substitute(channel: Channel) -> tuple[float | None, int]:
-    """Return the lowest intensity and the number of missing pixels; None and 0 if all pixels are intensities.
-
-    Raises BadFile if no pixel is an intensity.
-    """
-    if channel.dtype.kind != "f" or _has_small_sums(channel):
-        return None, 0
-    minimum, num_missing = np.inf, 0
-    for block in channel:
-        is_intensity = find_intensities(block)
-        num_missing += block.size - int(np.count_nonzero(is_intensity))
-        minimum = min(minimum, float(block.min(where=is_intensity, initial=np.inf)))
-    return choose_substitute(minimum, num_missing, channel.size), num_missing
-
-
-def choose_substitute(minimum: float, num_missing: int, num_pixels: int) -> float | None:
-    """Return the replacement for missing pixels, the lowest intensity `minimum`; None if all pixels are intensities.
-
-    Raises BadFile if all of the `num_pixels` pixels of the channel are missing.
-    """
-    if num_missing == num_pixels:
-        raise BadFile(
-            "All pixels are NaN or infinite, or have a value for missing data. Export the file again, or select another"
-            " channel."
-        )
-    return minimum if num_missing else None
-
-
-def _has_small_sums(blocks: Iterable[Array]) -> bool:
-    """Return whether the sums of all blocks are small enough for all pixels to be intensities.
-
-    A single NaN or infinity makes the sum nonfinite, and a value for missing data makes it large. The sum of many
-    intensities may be large as well.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        return all(abs(block.sum(dtype=np.float64)) < NO_DATA_MAGNITUDE for block in blocks)

@@ -1,4 +1,7 @@
-"""Exact percentiles of one channel that is read in blocks, without sorting all of its pixels."""
+"""Exact percentiles of one channel that is read in blocks, without sorting all of its pixels.
+
+Pixels without an intensity, such as NaN, are found and replaced first.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core.errors import BadFile
 from service.core.types import Array
 
 # Maximum number of voxels of a channel of more than 16 bits that is partially sorted. In larger channels, values are
@@ -17,6 +21,8 @@ MAX_SORTED_VOXELS = 2**22
 # Number of values per call to `numpy.bincount`, which converts them to 64 bits. Chunks of this size stay in the cache,
 # and the temporary arrays do not fragment the memory.
 COUNT_CHUNK_VOXELS = 2**16
+# Floats from this magnitude on are not intensities, but values for missing data: the largest float32, 9.97e36 (netCDF).
+NO_DATA_MAGNITUDE = 1e36
 
 
 class Channel(Protocol):
@@ -144,3 +150,62 @@ def _convert_key_to_pixel(key: int, dtype: np.dtype[Any]) -> float:
     elif dtype.kind == "i":
         key ^= sign
     return float(np.array(key, f"u{dtype.itemsize}").view(dtype))
+
+
+def find_intensities(pixels: Array) -> NDArray[np.bool_]:
+    """Return which pixels are intensities, instead of NaN, infinite or a value for missing data."""
+    can_have_values_for_missing_data = pixels.dtype.kind == "f" and pixels.dtype.itemsize > 2
+    return np.abs(pixels) < NO_DATA_MAGNITUDE if can_have_values_for_missing_data else np.isfinite(pixels)
+
+
+def replace_missing(pixels: Array, substitute: float | None) -> Array:
+    """Return the pixels with all that are not intensities replaced with `substitute`, or unchanged if that is None."""
+    return pixels if substitute is None else np.where(find_intensities(pixels), pixels, pixels.dtype.type(substitute))
+
+
+def describe_replaced_pixels(count: int) -> tuple[str, ...]:
+    """Return a note for the user about the number of replaced pixels; empty if no pixels were replaced."""
+    if not count:
+        return ()
+    return (
+        f"{count} pixels that are NaN or infinite, or have a value for missing data such as 3.4e+38, were replaced with"
+        " the lowest finite intensity.",
+    )
+
+
+def find_substitute(channel: Channel) -> tuple[float | None, int]:
+    """Return the lowest intensity and the number of missing pixels; None and 0 if all pixels are intensities.
+
+    Raises BadFile if no pixel is an intensity.
+    """
+    if channel.dtype.kind != "f" or _has_small_sums(channel):
+        return None, 0
+    minimum, num_missing = np.inf, 0
+    for block in channel:
+        is_intensity = find_intensities(block)
+        num_missing += block.size - int(np.count_nonzero(is_intensity))
+        minimum = min(minimum, float(block.min(where=is_intensity, initial=np.inf)))
+    return choose_substitute(minimum, num_missing, channel.size), num_missing
+
+
+def choose_substitute(minimum: float, num_missing: int, num_pixels: int) -> float | None:
+    """Return the replacement for missing pixels, the lowest intensity `minimum`; None if all pixels are intensities.
+
+    Raises BadFile if all of the `num_pixels` pixels of the channel are missing.
+    """
+    if num_missing == num_pixels:
+        raise BadFile(
+            "All pixels are NaN or infinite, or have a value for missing data. Export the file again, or select another"
+            " channel."
+        )
+    return minimum if num_missing else None
+
+
+def _has_small_sums(blocks: Iterable[Array]) -> bool:
+    """Return whether the sums of all blocks are small enough for all pixels to be intensities.
+
+    A single NaN or infinity makes the sum nonfinite, and a value for missing data makes it large. The sum of many
+    intensities may be large as well.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return all(abs(block.sum(dtype=np.float64)) < NO_DATA_MAGNITUDE for block in blocks)

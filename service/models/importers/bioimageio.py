@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,31 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         if "external_data" in weights:
             _find_checked_file(root, weights.get_mapping("external_data"))
         content["input"] |= onnx_file.read_settings(file)[1]
-    notes = (f"Imported from {key} weights of {rdf.get_string('name')!r}.",)
+    notes = (
+        f"Imported from {key} weights of {rdf.get_string('name')!r}.",
+        *_list_ignored_settings(input_tensor, output_tensor),
+    )
     picture = _find_cover(root, rdf)
     return Draft(content, file, kind, tests, problems, notes, description="a bioimage.io package", picture=picture)
+
+
+def _list_ignored_settings(input_tensor: Fields, output_tensor: Fields) -> Iterator[str]:
+    """Yield notes about settings that StackSeg replaces or that other programs ignore as well."""
+    # Since format 0.5, a halo belongs to an axis.
+    halo = output_tensor.get("halo")
+    if isinstance(halo, list) and any(halo):
+        yield (
+            f"The package removes a halo of {halo} pixels from each window ({output_tensor.locate('halo')}). StackSeg"
+            " blends overlapping windows instead."
+        )
+    if isinstance(input_tensor.get("axes"), list):
+        axes = {str(axis.get("id")): axis for axis in input_tensor.get_mappings("axes")}
+        sizes = [f"{axes[name].get('scale') or 1} {axes[name].get('unit')}" for name in "zyx" if axes[name].get("unit")]
+        if len(sizes) == len("zyx"):
+            yield (
+                f"The package specifies a pixel size of {', '.join(sizes)} along z, y and x, which is not used, as in"
+                " bioimageio.core. To resample stacks to this size, specify --voxel-size."
+            )
 
 
 def _describe(rdf: Fields) -> dict[str, Any]:

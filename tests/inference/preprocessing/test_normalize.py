@@ -66,6 +66,19 @@ def test_constant_channels_become_zero_and_extreme_pixels_stay_finite(normalisat
         assert np.abs(values).max() <= MAX_MAGNITUDE
 
 
+@pytest.mark.parametrize(
+    ("dtype", "extreme", "is_noted"),
+    [("uint16", 65_535, False), ("uint32", 2**32 - 1, True), ("float32", -1e20, True), ("float32", 1e4, False)],
+)
+def test_pixels_that_are_limited_to_the_maximum_magnitude_are_noted(bands, dtype, extreme, is_noted):
+    pixels = make_pixels(dtype, (4, 20, 20))[None]
+    pixels[0, 0, 0, 0] = extreme
+
+    notes = prepare(Volume.from_array(pixels), replace_input(bands, normalisation=PERCENTILE)).notes
+
+    assert any(f"pixels with the value {extreme:.3g}" in note for note in notes) == is_noted
+
+
 def test_few_bright_pixels_on_a_flat_background_stay_visible():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000

@@ -20,6 +20,7 @@ from torch import nn
 
 from service.core.errors import BrokenModel, UnsupportedPackage
 from service.core.types import Volume
+from service.models.importers import bioimageio
 from service.models.repository import PICTURE_FILE
 from service.models.spec import Citation
 
@@ -209,6 +210,27 @@ def test_package_with_onnx_weights_is_imported(
     volume = Volume.from_array(phantom.image[None])
     result, expected = (segment_volume(model, volume).segmentation.pixels for model in (spec, reference_spec))
     assert np.mean(result == expected) > 0.9999
+
+
+def test_halos_and_pixel_sizes_that_are_not_used_are_noted(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray
+) -> None:
+    def add_halo(rdf: dict[str, Any]) -> None:
+        rdf["outputs"][0]["halo"] = [0, 0, 2, 4, 4]
+
+    def add_pixel_sizes(rdf: dict[str, Any]) -> None:
+        for tensor in (*rdf["inputs"], *rdf["outputs"]):
+            for axis, size in zip(tensor["axes"][2:], (0.5, 0.2, 0.2), strict=True):
+                axis |= {"scale": size, "unit": "micrometer"}
+
+    old = change_description(write_04(tmp_path / "old", bands_network, image), add_halo)
+    new = change_description(write_05(tmp_path / "new", bands_network, image), add_pixel_sizes)
+    assert_is_valid(old)
+    assert_is_valid(new)
+
+    assert any("a halo of [0, 0, 2, 4, 4] pixels" in note for note in bioimageio.read(old).notes)
+    sizes = "0.5 micrometer, 0.2 micrometer, 0.2 micrometer along z, y and x"
+    assert any(f"a pixel size of {sizes}, which is not used" in note for note in bioimageio.read(new).notes)
 
 
 def test_odd_credits_and_covers_do_not_prevent_an_import(package: Path, tmp_path: Path) -> None:

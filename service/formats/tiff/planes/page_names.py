@@ -51,14 +51,21 @@ def interpret_page_tags(pages: Sequence[Page]) -> PageNames:
     if all(channels):
         return PageNames(tuple(channels))
     names = [str(page.tags.valueof(_PAGE_NAME_TAG, "")).strip() for page in own_pages]
-    # The names of planes, such as "z 1" and "z 2", differ only in their numbers.
-    if all(names) and len({re.sub(r"[\d\W_]+", "", name) for name in names}) > 1:
-        listed_names = ", ".join(name[:40] for name in names[:_MAX_LISTED_NAMES])
-        more = " and others" if len(names) > _MAX_LISTED_NAMES else ""
-        return PageNames(tuple(names), f"its pages have the names {listed_names}{more}, which may be channels")
+    if all(names) and _differ_in_words(names):
+        return PageNames(tuple(names), f"its pages have the names {_join_names(names)}, which may be channels")
     if _are_tiles(own_pages):
         return PageNames(problem="its pages have different positions, like the tiles of a mosaic")
     return PageNames()
+
+
+def _differ_in_words(names: Sequence[str]) -> bool:
+    """Return whether names differ not only in numbers, as those of planes, such as "z 1" and "z 2", do."""
+    return len({re.sub(r"[\d\W_]+", "", name) for name in names}) > 1
+
+
+def _join_names(names: Sequence[str]) -> str:
+    listed_names = ", ".join(name[:40] for name in names[:_MAX_LISTED_NAMES])
+    return f"{listed_names} and others" if len(names) > _MAX_LISTED_NAMES else listed_names
 
 
 def _has_names_or_positions(page: TiffPage) -> bool:
