@@ -20,7 +20,9 @@ _POSITION_TAGS = (286, 287)
 _RESOLUTION_TAGS = (282, 283)
 _QPTIFF_DESCRIPTION = "<PerkinElmer-QPI-ImageDescription>"
 _MIBI_DESCRIPTION = '"channel.target"'
-# Names of pages that are listed in an error message.
+# Maximum number of pages whose tags are parsed. No image has more channels.
+_MAX_PAGES = 2**11
+# Number of names of pages that an error message lists.
 _MAX_LISTED_NAMES = 4
 # Pages are tiles if their positions differ by a larger part of their size. Stages do not return exactly to a position.
 _MIN_TILE_DISTANCE = 0.5
@@ -44,7 +46,7 @@ class PageNames(NamedTuple):
 
 def interpret_page_tags(pages: Sequence[Page]) -> PageNames:
     """Find out from the tags of several pages whether they are channels, or may be channels or tiles."""
-    if len(pages) == 1 or not _has_names_or_positions(pages[0].aspage()):
+    if not 1 < len(pages) <= _MAX_PAGES or not _has_names_or_positions(pages[0].aspage()):
         return PageNames()
     own_pages = [page.aspage() for page in pages]
     channels = [_read_channel_name(page.description) for page in own_pages]
