@@ -1,7 +1,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,8 @@ from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training import fine_tune as fine_tune_module
 from service.training.fine_tune import FineTuningTask, fine_tune
-from service.training.loop.plan import ObjectCounts
+from service.training.loop.plan import ObjectCounts, TrainerState
+from service.training.loop.trainer import Trainer
 from service.training.stacks.annotated_stack import AnnotatedStack, StackFiles, read_stack
 
 VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.25)
@@ -109,6 +111,16 @@ def test_planes_without_labels_are_mentioned(base: ModelSpec, stack: AnnotatedSt
     task = FineTuningTask(base, tmp_path / "mine", make_settings(base, minutes=None, steps=1), lambda _message: None)
     message = fine_tune([replace(stack, labels=labels)], task).message
     assert "9 of 16 planes of a stack have no labels and were used as background" in message
+
+
+def test_expected_number_of_steps_is_reported_if_the_time_limits_it() -> None:
+    messages: list[dict[str, Any]] = []
+    report = fine_tune_module._ProgressReporter(messages.append, 100)
+    for step, progress in ((1, 0.01), (2, 0.04), (25, 0.5), (50, 1.01)):
+        state = TrainerState(step=step)
+        report(cast(Trainer, SimpleNamespace(state=state, progress=progress, is_finishing=False, latest_loss=0.5)))
+    assert [message["step"] for message in messages if "step" in message] == [1, 2, 25, 50]
+    assert [message["steps"] for message in messages if "steps" in message] == [50]
 
 
 def test_few_annotated_objects_limit_the_number_of_steps(
