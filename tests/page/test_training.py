@@ -19,9 +19,9 @@ from service.models.spec import ModelSpec
 TRAINING = {"edge": 16, "batch_size": 1, "pool": 2, "learning_rate": 0.01}
 # Returns the color of a marker of the second line, and the color of the line in the legend.
 READ_LINE_COLORS = """() => {
-  const canvas = document.querySelector(".curve canvas"), { width, height } = canvas;
-  const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
   const legendEntry = document.querySelector(".curve [data-line='1']");
+  const canvas = legendEntry.closest(".curve").querySelector("canvas"), { width, height } = canvas;
+  const data = canvas.getContext("2d").getImageData(0, 0, width, height).data;
   const legend = getComputedStyle(legendEntry, "::before").backgroundColor.match(/\\d+/g).slice(0, 3).map(Number);
   const distance = offset => Math.max(...legend.map((value, channel) => Math.abs(value - data[offset + channel])));
   const opaque = [...Array(width * height).keys()].map(pixel => 4 * pixel).filter(offset => data[offset + 3] === 255);
