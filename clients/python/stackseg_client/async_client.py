@@ -16,11 +16,12 @@ from stackseg_client import operations, projects
 from stackseg_client.bodies import Body, Source
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, plan_folder
-from stackseg_client.operations import JobFollower, Operation, Retries
+from stackseg_client.operations import JobFollower, Operation
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import AsyncProject
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
 from stackseg_client.results import Result, SavePath
+from stackseg_client.retries import Retries
 from stackseg_client.transport import (
     DEFAULT_TIMEOUT_SECONDS,
     EVENT_TIMEOUT_SECONDS,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +14,7 @@ from urllib.parse import quote
 from numpy.typing import NDArray
 
 from stackseg_client.bodies import Body, BytesBody, Source, make_body
-from stackseg_client.errors import ConnectionFailed, ProblemError, StackSegError
+from stackseg_client.errors import ConnectionFailed, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (
     ContentReceiver,
@@ -32,17 +30,10 @@ from stackseg_client.reports import (
     parse_stack,
 )
 from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePath, get_suffix
+from stackseg_client.retries import Retries
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-LOGGER = logging.getLogger("stackseg_client")
-
-# Delay before the first retry if the server does not specify one. It doubles with each retry, up to the maximum.
-FIRST_DELAY_SECONDS = 0.25
-MAX_BACKOFF_SECONDS = 10.0
-# Minimum number of retries of folders and followed jobs, which wait for a busy server, and for a restart of the server.
-PATIENT_RETRIES = 50
 
 
 class Receiver(Protocol[T_co]):
@@ -72,48 +63,6 @@ class Operation(Generic[T]):
     headers: dict[str, str] = field(default_factory=dict)
     body: Body | None = None
     is_repeatable: bool = True
-
-
-@dataclass(frozen=True)
-class Retries:
-    """How often a request is repeated if the server is busy or cannot be reached.
-
-    count        maximum number of retries
-    max_seconds  maximum time between two attempts; if the server asks for more, its error is raised
-    """
-
-    count: int = 3
-    max_seconds: float = 60.0
-
-    def get_delay(self, error: StackSegError, attempt: int, *, is_repeatable: bool) -> float | None:
-        """Return the seconds until the next attempt; None if the error is final. The first attempt is 0.
-
-        Logs delays of over a second.
-        """
-        backoff = min(FIRST_DELAY_SECONDS * 2**attempt, MAX_BACKOFF_SECONDS) * random.uniform(1, 1.5)  # noqa: S311
-        delay = _choose_delay(error, min(backoff, self.max_seconds), is_repeatable=is_repeatable)
-        if delay is None or attempt >= self.count or delay > self.max_seconds:
-            return None
-        if delay > 1:
-            LOGGER.warning("%s Trying again in %.0f s.", error, delay)
-        return delay
-
-    def make_patient(self) -> Retries:
-        """Return the settings for work that takes long."""
-        return replace(self, count=max(self.count, PATIENT_RETRIES)) if self.count else self
-
-
-def _choose_delay(error: StackSegError, backoff: float, *, is_repeatable: bool) -> float | None:
-    """Return the seconds that the server asks for, at least `backoff`; None if the request must not be repeated."""
-    if isinstance(error, ConnectionFailed):
-        return backoff if is_repeatable or not error.is_sent else None
-    if not isinstance(error, ProblemError):
-        return None
-    if error.status in {429, 503} and error.retry_after is not None:
-        return max(error.retry_after, backoff)
-    # A proxy that does not reach the server.
-    is_temporary = error.type == "about:blank" and error.status in {502, 503, 504}
-    return backoff if is_temporary and is_repeatable else None
 
 
 class JobFollower:

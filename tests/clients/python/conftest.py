@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from live import LiveServer, eager_settings, serve
 from paths import ROOT
-from stackseg_client import Client, operations
+from stackseg_client import Client, retries
 
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the delays that the server does not specify."""
-    monkeypatch.setattr(operations, "FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(retries, "FIRST_DELAY_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="session")

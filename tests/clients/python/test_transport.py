@@ -17,7 +17,7 @@ from live import as_tiff
 from paths import ROOT
 from sockets import TIMEOUT_SECONDS, create_certificate, make_server, needs_openssl, run_server
 from stackseg_client import Client, ConnectionFailed, Job, Retries, errors
-from stackseg_client.operations import PATIENT_RETRIES
+from stackseg_client.retries import PATIENT_RETRIES
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -110,6 +110,13 @@ def test_folders_and_jobs_wait_for_a_restart_of_minutes(caplog: pytest.LogCaptur
     assert retries.get_delay(error, PATIENT_RETRIES, is_repeatable=True) is None
     assert "lost Trying again in 1" in caplog.text
     assert Retries(max_seconds=3).get_delay(error, 2, is_repeatable=True) is not None
+
+
+def test_folders_and_jobs_wait_as_long_as_a_server_asks() -> None:
+    error = errors.QueueFull(503, "queue-full", "Busy", "The queue is full.", retry_after=900)
+    assert Retries().get_delay(error, 0, is_repeatable=True) is None
+    assert Retries().make_patient().get_delay(error, 0, is_repeatable=True) == 900
+    assert Retries(count=0).make_patient().get_delay(error, 0, is_repeatable=True) is None
 
 
 INTERRUPTED = """
