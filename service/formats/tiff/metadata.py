@@ -10,6 +10,7 @@ import numpy as np
 from tifffile import TiffFile, TiffFrame, TiffPage
 from tifffile.tifffile import shaped_description_metadata
 
+from service.core.errors import BadFile
 from service.core.quantities import TimeInterval
 from service.core.types import Array
 from service.formats import sampling
@@ -68,6 +69,12 @@ def read_declared_dimensions(tiff: TiffFile, kind: str) -> tuple[str, tuple[int,
 def _read_imagej_dimensions(tiff: TiffFile) -> tuple[str, tuple[int, ...]]:
     """Read the dimensions of a hyperstack. Channels that are samples of a pixel are not counted."""
     metadata, page = tiff.imagej_metadata or {}, tiff.pages.first
+    for key in ("images", "frames", "slices", "channels"):
+        if type(metadata.get(key, 1)) is not int:
+            raise BadFile(
+                f"The description of ImageJ in the file has {key}={str(metadata[key])[:40]}, which is not an integer."
+                " Open the file in Fiji, check its dimensions, and save it again."
+            )
     lengths = {axis: int(metadata.get(key, 1)) for axis, key in (("T", "frames"), ("Z", "slices"), ("C", "channels"))}
     if lengths["C"] == page.samplesperpixel:
         lengths["C"] = 1

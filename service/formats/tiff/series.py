@@ -24,6 +24,7 @@ from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.planes import missing, page_loader
+from service.formats.tiff.planes.padding import ignore_padding
 from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.page_names import interpret_page_tags
 from service.formats.tiff.planes.stored_image import (
@@ -48,7 +49,11 @@ from service.formats.tiff.planes.stored_image import (
 # tifffile decodes packed integers of these sizes to wrong numbers.
 _UNSUPPORTED_BITS = range(17, 32)
 
+# Compressions of images with 1 bit per pixel (CCITT).
+_BILEVEL_COMPRESSIONS = (2, 3, 4)
+
 logging.getLogger("tifffile").setLevel(logging.CRITICAL + 1)
+ignore_padding()
 
 
 def open_pages(stream: BinaryIO) -> TiffFile:
@@ -321,7 +326,20 @@ def _check_decodable(page: TiffPage) -> None:
             f"The pages have {pixel_format}, which are not supported. Save the stack as 8-, 16- or 32-bit integers or"
             " floats."
         )
+    if "BitsPerSample" not in page.tags:
+        _check_default_bits(page)
     _check_compression(page)
+
+
+def _check_default_bits(page: TiffPage) -> None:
+    """Raise BadFile unless a page without BitsPerSample is stored with 1 bit per pixel, which is the default."""
+    packed_bytes = math.prod(page.shape) // page.imagewidth * -(-page.imagewidth // 8)
+    is_packed = page.compression == 1 and not page.is_tiled and sum(page.databytecounts) <= packed_bytes
+    if not is_packed and page.compression not in _BILEVEL_COMPRESSIONS:
+        raise BadFile(
+            "The pages lack the tag BitsPerSample, and their sizes do not show that they have 1 bit per pixel, which is"
+            " its default. Export the file again."
+        )
 
 
 def _check_compression(page: TiffPage) -> None:

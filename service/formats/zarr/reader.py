@@ -41,10 +41,13 @@ Region = tuple[range, range, range]
 
 @dataclass(frozen=True)
 class ZarrStack(OpenStack):
-    """An OME-Zarr image with its axes and the selected part."""
+    """An OME-Zarr image with its axes and the selected part.
+
+    missing_chunks  indices of the chunks that have been read, but are not stored
+    """
 
     image: ZarrImage
-    _missing_chunks: set[ChunkIndex] = field(default_factory=set)
+    missing_chunks: set[ChunkIndex] = field(default_factory=set)
 
     @property
     def colors(self) -> tuple[str, ...]:
@@ -59,12 +62,12 @@ class ZarrStack(OpenStack):
     def list_notes(self, selection: Selection) -> tuple[str, ...]:
         """Return notes for the user, including the number of missing chunks after the selection was decoded."""
         notes = super().list_notes(selection)
-        if not self._missing_chunks:
+        if not self.missing_chunks:
             return notes
         chunk_count = math.prod(len(indices) for indices in self._selected_chunks)
         return (
             *notes,
-            f"{len(self._missing_chunks)} of {chunk_count} chunks of the selection are not stored, and were read as the"
+            f"{len(self.missing_chunks)} of {chunk_count} chunks of the selection are not stored, and were read as the"
             f" fill value {self.image.array.fill_value}. If the store was not copied completely, copy it again.",
         )
 
@@ -198,7 +201,7 @@ class ZarrStack(OpenStack):
             min(step, n - i * step) for i, n, step in zip(chunk_index, array.shape, array.chunk_shape, strict=True)
         )
         if encoded_chunk is None:
-            self._missing_chunks.add(chunk_index)
+            self.missing_chunks.add(chunk_index)
             chunk: Array = np.broadcast_to(array.fill_value, inner_shape)
         else:
             chunk = array.codec.decode(encoded_chunk, array.chunk_shape)

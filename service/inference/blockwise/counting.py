@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from service.core.quantities import Size
 from service.core.types import Array
 from service.formats import stack_reader
-from service.formats.zarr.reader import ZarrStack
+from service.formats.zarr.reader import ChunkIndex, ZarrStack
 from service.inference.blockwise.layout import Blocks, Box, Layout, get_lengths, to_ranges
 from service.inference.blockwise.run_folder import OpenRun
 from service.inference.preprocessing.empty_windows import IntensitySurvey, compute_sample_step, survey_box
@@ -74,11 +74,6 @@ class CountingPlan:
         can_sort = self.dtype.itemsize > 2 and math.prod(self.parts.size) <= MAX_SORTED_VOXELS
         self._needs_digit_counts = uses_percentiles and not can_sort
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the run needs any statistics of the parts."""
-        return self._needs_digit_counts or self.skip_below is not None or self.dtype.kind == "f"
-
     @cached_property
     def first_requests(self) -> list[CountRequest | None]:
         """Requests for the channels in the first round, before non-finite pixels are replaced."""
@@ -94,9 +89,9 @@ def open_for_counting(run: OpenRun) -> Iterator[tuple[ZarrStack, CountingPlan]]:
 
 
 def get_part_count(run: OpenRun) -> int:
-    """Return the number of parts to process in each round, or 0 if the run needs no statistics."""
+    """Return the number of parts to process in each round."""
     with open_for_counting(run) as (_stack, counting_plan):
-        return len(counting_plan.parts) if counting_plan.is_needed else 0
+        return len(counting_plan.parts)
 
 
 def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
@@ -110,6 +105,7 @@ def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
         run.folder.read_record("survey", round_number - 1)["requests"] if round_number else counting_plan.first_requests
     )
     results = {} if round_number else _survey_part(run, counting_plan, pixels, box)
+    results["missing_chunks"] = np.array(sorted(stack.missing_chunks), np.int64)
     for index, (channel, request) in enumerate(zip(pixels, requests, strict=True)):
         if request is None:
             continue
@@ -129,6 +125,8 @@ def count_part(run: OpenRun, part_number: int) -> dict[str, Any]:
 def _survey_part(run: OpenRun, counting_plan: CountingPlan, pixels: Array, box: Box) -> dict[str, Array]:
     """Return the results of the first round for a part, excluding the digit counts."""
     results = _count_nonfinite(pixels) if counting_plan.dtype.kind == "f" else {}
+    if counting_plan.dtype.itemsize > 2 or counting_plan.dtype.kind == "f":
+        results |= _find_extremes(pixels)
     if counting_plan.skip_below is not None:
         size = counting_plan.parts.size
         first_window, results["window_maxima"] = survey_box(pixels, box, run.plan.layout.grid, size)
@@ -139,11 +137,17 @@ def _survey_part(run: OpenRun, counting_plan: CountingPlan, pixels: Array, box: 
 
 
 def _count_nonfinite(pixels: Array) -> dict[str, Array]:
-    """Return the number of missing pixels of each channel, and the minimum of its intensities."""
+    """Return the number of missing pixels of each channel."""
     is_intensity = find_intensities(pixels)
+    return {"nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_intensity])}
+
+
+def _find_extremes(pixels: Array) -> dict[str, Array]:
+    """Return the lowest and the highest intensity of each channel; NaN if all pixels of a channel are missing."""
+    intensities = replace_missing(pixels, np.nan if pixels.dtype.kind == "f" else None)
     return {
-        "nonfinite_counts": np.array([channel.size - np.count_nonzero(channel) for channel in is_intensity]),
-        "minima": pixels.min((1, 2, 3), where=is_intensity, initial=np.inf),
+        "minima": np.fmin.reduce(intensities, (1, 2, 3)).astype(np.float64),
+        "maxima": np.fmax.reduce(intensities, (1, 2, 3)).astype(np.float64),
     }
 
 
@@ -160,22 +164,22 @@ class Counts:
 
     digit_counts      results of `count_digits`, keyed by channel, shift and prefix
     nonfinite_counts  number of non-finite pixels of each channel
-    minima            minimum of the finite pixels of each channel
+    minima, maxima    lowest and highest intensity of each channel; NaN if unknown, for integers of up to 16 bits
+    missing_chunks    indices of the chunks that are not stored
     window_maxima     maximum of each channel in each window, [C, z, y, x]
     """
 
     def __init__(self, run: OpenRun, counting_plan: CountingPlan, round_count: int) -> None:
         self.digit_counts = dict[tuple[int, int, int], NDArray[np.int64]]()
-        self.nonfinite_counts, self.minima = (
-            np.zeros(counting_plan.num_channels, np.int64),
-            np.full(counting_plan.num_channels, np.inf),
-        )
+        self.nonfinite_counts = np.zeros(counting_plan.num_channels, np.int64)
+        self.minima, self.maxima = np.full((2, counting_plan.num_channels), np.nan)
+        self.missing_chunks = set[ChunkIndex]()
         size, grid = counting_plan.parts.size, run.plan.layout.grid
         self.window_maxima = np.full((counting_plan.num_channels, *map(len, grid.starts)), -np.inf)
         step = compute_sample_step(math.prod(size))
         sample_shape = (counting_plan.num_channels, size[0], *(-(-n // step) for n in size[1:]))
         self._samples = np.zeros(sample_shape if counting_plan.skip_below == "auto" else (0,), counting_plan.dtype)
-        for part_number in range(round_count * len(counting_plan.parts) if counting_plan.is_needed else 0):
+        for part_number in range(round_count * len(counting_plan.parts)):
             with run.folder.read_arrays(f"survey/{part_number}.npz") as results:
                 self._add_results(counting_plan.parts.get_box(part_number % len(counting_plan.parts)), size, results)
 
@@ -186,7 +190,10 @@ class Counts:
                 self._add_digit_counts((index, shift, prefix), results[name])
         if "nonfinite_counts" in results:
             self.nonfinite_counts += results["nonfinite_counts"]
-            self.minima = np.minimum(self.minima, results["minima"])
+        if "minima" in results:
+            self.minima = np.fmin(self.minima, results["minima"])
+            self.maxima = np.fmax(self.maxima, results["maxima"])
+        self.missing_chunks |= set(map(tuple, results["missing_chunks"].tolist()))
         if "window_maxima" in results:
             window_maxima = results["window_maxima"]
             z, y, x = (

@@ -8,6 +8,7 @@ statistics, such as the mean and standard deviation, are computed plane by plane
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +29,12 @@ from service.inference.blockwise.run_folder import OpenRun, Survey
 from service.inference.decoding.postprocessing import apply_postprocessing
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import IntensitySurvey, SkipResult, make_empty_window_filter
-from service.inference.preprocessing.normalize import IntensityScaling, NormalizedImage, fit_scaling
+from service.inference.preprocessing.normalize import (
+    IntensityScaling,
+    NormalizedImage,
+    describe_limited_pixels,
+    fit_scaling,
+)
 from service.inference.preprocessing.percentiles import choose_substitute, describe_replaced_pixels
 from service.inference.preprocessing.resample import describe_resampling, resample_image
 from service.inference.segment import DEFAULT_CALLBACKS, estimate_diameter
@@ -77,6 +83,7 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
     """
     with open_for_counting(run) as (stack, counting_plan):
         counts, volume = Counts(run, counting_plan, round_number + 1), make_lazy_volume(stack, run)
+        stack.missing_chunks.update(counts.missing_chunks)
         scalings_or_requests = [
             _fit_scaling(volume, index, counts, runner) for index in range(counting_plan.num_channels)
         ]
@@ -95,15 +102,21 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
         skip_result = skip_empty_windows(runner, image, volume, plan_with_diameter, intensities)
         notes = (
             *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
+            *_describe_limited_pixels(counts, scalings),
             *(plan_with_diameter.diameter_notes if diameter_estimate is None else (diameter_estimate.note,)),
             *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
             *skip_result.notes,
-            *volume.notes,
+            *stack.list_notes(plan.selection),
         )
     positions, scores = _list_skipped(skip_result.image)
     survey = Survey(scalings, notes, skip_result.skipped, scores, runner.describe_engine(), diameter_estimate)
     run.folder.write_survey(survey, positions)
     return {"requests": None}
+
+
+def _describe_limited_pixels(counts: Counts, scalings: tuple[IntensityScaling, ...]) -> Iterator[str]:
+    for minimum, maximum, scaling in zip(counts.minima, counts.maxima, scalings, strict=True):
+        yield from describe_limited_pixels((float(minimum), float(maximum)), scaling)
 
 
 def _list_skipped(image: Image) -> tuple[NDArray[np.int64], tuple[float, ...]]:

@@ -6,7 +6,6 @@ are read for a window, so the whole volume is never held in float32.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -249,21 +248,25 @@ def normalize_volume(
         if device_pixels is not None:
             channel = DeviceChannel(volume, index, device_pixels=device_pixels)
         scalings.append(replace(fit_scaling(channel, spec.input.get_normalization(index)), substitute=substitute))
-        notes += _describe_limited_pixels(VolumeChannel(volume, index, substitute), scalings[-1])
+        if volume.dtype.itemsize > 2:
+            blocks = VolumeChannel(volume, index, substitute)
+            notes += describe_limited_pixels(
+                (float(find()) for block in blocks for find in (block.min, block.max)), scalings[-1]
+            )
         num_replaced += num_missing
     return NormalizedImage(volume, scalings, device_pixels), (*describe_replaced_pixels(num_replaced), *notes)
 
 
-def _describe_limited_pixels(channel: Channel, scaling: IntensityScaling) -> Iterator[str]:
-    """Yield a note if normalized pixels exceed `MAX_MAGNITUDE`. Only pixels of 32 or 64 bits can exceed it."""
-    if channel.dtype.itemsize <= 2 or scaling.scale == 0 or scaling.maximum != MAX_MAGNITUDE:
+def describe_limited_pixels(extremes: Iterable[float], scaling: IntensityScaling) -> Iterator[str]:
+    """Yield a note if normalized pixels exceed `MAX_MAGNITUDE`. `extremes` contains the extremes of all pixels."""
+    if scaling.scale == 0 or scaling.maximum != MAX_MAGNITUDE:
         return
-    limits = [(float(block.min()), float(block.max())) for block in channel]
-    farthest = max(itertools.chain(*limits), key=lambda value: abs(value - scaling.offset))
+    farthest = max(extremes, key=lambda value: abs(value - scaling.offset))
     if abs(farthest - scaling.offset) > MAX_MAGNITUDE * abs(scaling.scale):
         yield (
             f"The image has pixels with the value {farthest:.3g}, far from the other intensities. Labels near these"
-            " pixels may be wrong. If they stand for missing data, replace them with NaN."
+            " pixels may be wrong, and there may be false objects. Set these pixels to the intensity of the background,"
+            " or crop the image, and segment it again."
         )
 
 

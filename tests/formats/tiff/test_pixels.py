@@ -99,3 +99,53 @@ def test_pixels_that_are_not_brightness_are_noted(photometric: int | None, note:
 
     assert len(notes) == bool(note)
     assert note in " ".join(notes)
+
+
+@pytest.mark.parametrize("compression", ["zlib", "packbits", "lzw"])
+def test_bytes_after_the_last_row_are_ignored(compression: str, tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", {}, compression=compression, rowsperstrip=6)
+    with tifffile.TiffFile(path, mode="r+b") as tiff:
+        for page in tiff.pages:
+            # The last strip has 3 rows, but 4 are stored.
+            page.tags["ImageLength"].overwrite(15)
+
+    np.testing.assert_array_equal(stack_reader.read(path, Selection(), LIMIT).read_all()[0], STACK[:, :15])
+
+
+@pytest.mark.parametrize("compression", ["zlib", "packbits"])
+def test_truncated_strips_are_rejected(compression: str, tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", {}, compression=compression)
+    with tifffile.TiffFile(path, mode="r+b") as tiff:
+        for page in tiff.pages:
+            page.tags["StripByteCounts"].overwrite(page.databytecounts[0] - 50)
+
+    with pytest.raises(BadFile, match="decoding the pixels failed"):
+        stack_reader.read(path, Selection(), LIMIT)
+
+
+@pytest.mark.parametrize("slices", ["4.0", "2.5", "four"])
+def test_numbers_of_slices_that_are_not_integers_are_rejected(slices: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    description = f"ImageJ=1.54f\nimages=4\nslices={slices}\n"
+    tifffile.imwrite(path, STACK, photometric="minisblack", description=description, metadata=None)
+
+    with pytest.raises(BadFile, match=f"slices={slices}, which is not an integer"):
+        stack_reader.read(path, Selection(), LIMIT)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "zlib"}])
+def test_pages_without_bits_per_sample_must_have_one_bit_per_pixel(options: dict[str, Any], tmp_path: Path) -> None:
+    # tifffile writes the tag only if there is more than one bit.
+    mask = STACK.mean() < STACK
+    tifffile.imwrite(tmp_path / "mask.tif", mask, photometric="minisblack", metadata=None)
+    path = write_pages(tmp_path / "a.tif", {}, **options)
+    with tifffile.TiffFile(path) as tiff:
+        positions = [page.tags["BitsPerSample"].offset for page in tiff.pages]
+    content = bytearray(path.read_bytes())
+    for position in positions:
+        content[position : position + 2] = (263).to_bytes(2, "little")
+    path.write_bytes(content)
+
+    np.testing.assert_array_equal(stack_reader.read(tmp_path / "mask.tif", Selection(), LIMIT).read_all()[0], mask)
+    with pytest.raises(BadFile, match="lack the tag BitsPerSample"):
+        stack_reader.read(path, Selection(), LIMIT)

@@ -113,3 +113,19 @@ def test_volume_without_finite_pixels_is_rejected(tmp_path: Path, random_nuclei)
     run = open_run(str(create_run(tmp_path / "run", source, random_nuclei, Options(), make_settings()).path))
     with pytest.raises(BadFile, match="NaN or infinite"):
         survey_in_rounds(run)
+
+
+@pytest.mark.parametrize(("dtype", "extreme"), [("float32", 1e20), ("uint32", 2**32 - 1), ("uint16", 2000)])
+def test_notes_equal_those_of_the_whole_volume(dtype: str, extreme: float, tmp_path: Path, random_nuclei) -> None:
+    pixels = np.random.default_rng(0).integers(1, 2000, (30, 70, 50)).astype(dtype)
+    pixels[20, 60, 40] = extreme
+    if dtype == "float32":
+        pixels[25, 60, 40] = np.nan
+    source = write_zarr(tmp_path / "in.zarr", pixels, chunks=(13, 32, 24))
+    next(source.rglob("c/0/0/1")).unlink()
+    run = open_run(str(create_run(tmp_path / "run", source, random_nuclei, Options(), make_settings()).path))
+    volume = stack_reader.read(source, Selection(), 2**30)
+    survey_in_rounds(run)
+    notes = (*normalize_volume(volume, random_nuclei)[1], *volume.notes)
+    assert len(notes) == {"float32": 3, "uint32": 2, "uint16": 1}[dtype]
+    assert set(notes) <= set(run.folder.survey.notes)
