@@ -42,7 +42,7 @@ ProgressCallback = Callable[[dict[str, Any]], None]
 # Minimum fraction of the requested time that is spent on steps, no matter how long preparing and scoring take.
 MIN_TRAINING_TIME_FRACTION = 0.3
 # Number of times that parts are scored after the last step: to choose the weights, and for the final comparison.
-FINAL_SCORING_COUNT = 3
+FINAL_SCORING_COUNT = 4
 # Maximum number of steps if the time is limited.
 MAX_STEPS = 10_000
 # Maximum number of steps per object to train on, and its lower limit, if the time is limited and there is a base model.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
@@ -106,6 +107,17 @@ def rate_partition(f1: float, voi: float | None) -> float | None:
 def compute_standard_error(f1: float, object_count: int) -> float:
     """Return the standard error of an F1 score that was measured on this number of annotated objects."""
     return math.sqrt(f1 * (1 - f1) / max(object_count, 1))
+
+
+def prefer_first(f1_scores: Sequence[float], object_count: int) -> int:
+    """Return the index of the first score that is at most a standard error below the best one.
+
+    Breiman et al. (1984) choose the simplest model by this rule. Scores on few objects differ by chance, and the best
+    of many is usually too high.
+    """
+    best = max(f1_scores)
+    min_f1 = best - compute_standard_error(best, object_count)
+    return next(index for index, f1 in enumerate(f1_scores) if f1 >= min_f1)
 
 
 def _divide(numerator: int, denominator: int) -> float:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import write_atomically
+from service.models.spec_parts import Decoding
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
 from service.training.loop.checkpointing import checkpoint_blocks
 from service.training.loop.plan import (
@@ -27,8 +28,8 @@ from service.training.loop.plan import (
     TrainerState,
     TrainingPlan,
     ValidationScores,
-    compute_standard_error,
     format_number,
+    prefer_first,
 )
 from service.training.loop.safe_convolutions import make_convolutions_safe
 from service.training.loop.weight_averaging import interpolate_weights, recompute_statistics, update_average
@@ -40,6 +41,8 @@ log = logging.getLogger("service.train")
 
 CHECKPOINT_FILE = "checkpoint.pt"
 CURVE_FILE = "training.csv"
+_Candidate = tuple[float, dict[str, Any], Decoding]
+"""Weights that may be chosen: their F1 score in the validation parts, the weights, and their decoding."""
 # Minimum time between validations as a multiple of the duration of a validation, if the time is limited.
 VALIDATION_INTERVAL_RATIO = 4.0
 # Minimum difference between the completed fractions of the time and of the steps for the time to count. Otherwise, the
@@ -121,7 +124,7 @@ class Trainer:
             self.is_finishing = True
             self.on_progress(self)
             if plan.fractions:
-                self._choose_fraction()
+                self._choose_weights()
             else:
                 self._recompute_statistics(pool)
         finally:
@@ -140,24 +143,26 @@ class Trainer:
         if not self.best_scores.is_better_than(scores):
             self._best_weights, self.best_decoding = copy.deepcopy(self._candidate.state_dict()), decoding
 
-    def _choose_fraction(self) -> None:
-        """Compare the best weights with the latest weights, which are further away from the initial ones.
+    def _choose_weights(self) -> None:
+        """Choose the step, and then the distance from the initial weights.
 
-        A few annotated objects cannot show what a network has forgotten about other stacks. Therefore, the weights
-        closest to the initial ones are used whose F1 score is at most a standard error below the best one (Breiman et
-        al. 1984).
+        A few annotated objects cannot show which step is best, nor what a network has forgotten about other stacks.
+        Therefore, the latest weights, trained with the lowest learning rate, are preferred to the best earlier ones,
+        and the weights closest to the initial ones to those further away, unless the others are clearly better.
         """
-        candidates = [(self.best_scores.f1, self._best_weights, self.best_decoding)]
-        for fraction in (*self.plan.fractions[1:], 1.0):
-            self._load_candidate(fraction)
-            scores, decoding = self._validator.validate(self.compute_candidate_scores)
-            candidates.append((scores.f1, copy.deepcopy(self._candidate.state_dict()), decoding))
-        log.info("F1 by distance from the base model: %s", ", ".join(f"{f1:.2f}" for f1, *_ in candidates))
-        best_f1 = max(f1 for f1, *_ in candidates)
-        min_f1 = best_f1 - compute_standard_error(best_f1, self._validator.object_count)
-        _, self._best_weights, self.best_decoding = next(
-            candidate for candidate in candidates if candidate[0] >= min_f1
-        )
+        latest, *distant = [self._rate_latest_weights(fraction) for fraction in (*self.plan.fractions, 1.0)]
+        log.info("F1 by distance from the base model: %s", ", ".join(f"{f1:.2f}" for f1, *_ in (latest, *distant)))
+        chosen = self._prefer_first(latest, (self.best_scores.f1, self._best_weights, self.best_decoding))
+        _, self._best_weights, self.best_decoding = self._prefer_first(chosen, *distant)
+
+    def _prefer_first(self, *candidates: _Candidate) -> _Candidate:
+        return candidates[prefer_first([f1 for f1, *_ in candidates], self._validator.object_count)]
+
+    def _rate_latest_weights(self, fraction: float) -> _Candidate:
+        """Validate a fraction of the change of the averaged weights."""
+        self._load_candidate(fraction)
+        scores, decoding = self._validator.validate(self.compute_candidate_scores)
+        return scores.f1, copy.deepcopy(self._candidate.state_dict()), decoding
 
     def _load_candidate(self, fraction: float) -> None:
         """Load a fraction of the change of the averaged weights into the network that is validated."""

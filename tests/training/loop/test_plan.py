@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from service.training.loop.plan import ObjectCounts, TrainerState, TrainingPlan, ValidationScores
+from service.training.loop.plan import ObjectCounts, TrainerState, TrainingPlan, ValidationScores, prefer_first
 
 
 def make_scores(loss: float, f1: float = 0.0) -> ValidationScores:
@@ -19,6 +19,23 @@ def test_correct_objects_select_the_weights_and_the_loss_decides_ties() -> None:
     assert (state.best, state.stale) == (3, 1)
     assert state.get_scores(3) == make_scores(0.5, 0.3)
     assert "0.20 before, 0.30 at best" in state.summarize()
+
+
+@pytest.mark.parametrize(
+    ("f1_scores", "object_count", "expected"),
+    [
+        ([0.73, 0.80], 11, 0),
+        ([0.73, 0.80], 500, 1),
+        ([0.50, 0.60, 0.70], 11, 1),
+        ([0.90, 0.20, 0.90], 11, 0),
+        ([0.0, 0.0], 0, 0),
+        ([0.99, 1.0], 1000, 1),
+    ],
+)
+def test_first_score_is_preferred_unless_another_is_clearly_better(
+    f1_scores: list[float], object_count: int, expected: int
+) -> None:
+    assert prefer_first(f1_scores, object_count) == expected
 
 
 def test_summary_of_a_run_without_scores_is_readable() -> None:

@@ -226,20 +226,36 @@ def test_learning_rate_decays_before_the_steps_or_the_time_are_used_up(
 
 
 @pytest.mark.parametrize(
-    ("scores", "expected"), [((0.6, 0.3, 0.7), 0.5), ((0.1, 0.3, 0.7), 1.0), ((0.1, 0.7, 0.3), 0.75)]
+    ("during", "final", "expected"),
+    [
+        ((0.1, 0.7, 0.6), (0.6, 0.3, 0.7), (3, 0.5)),
+        ((0.1, 0.9, 0.6), (0.6, 0.3, 0.7), (1, 0.5)),
+        ((0.7, 0.3, 0.2), (0.2, 0.3, 0.2), (0, 0.5)),
+        ((0.1, 0.3, 0.1), (0.1, 0.3, 0.7), (3, 1.0)),
+        ((0.1, 0.3, 0.1), (0.1, 0.7, 0.3), (3, 0.75)),
+    ],
+    ids=["latest", "clearly better earlier", "initial", "complete change", "larger change"],
 )
-def test_weights_change_only_as_far_as_the_scores_require(
-    pair: Pair, tmp_path: Path, scores: tuple[float, ...], expected: float
+def test_latest_weights_closest_to_the_initial_ones_are_used_unless_others_are_clearly_better(
+    pair: Pair, tmp_path: Path, during: tuple[float, ...], final: tuple[float, ...], expected: tuple[int, float]
 ) -> None:
-    trainer = make_trainer(pair, tmp_path, steps=1, fractions=(0.5, 0.75))
-    name, parameter = next(trainer._averaged_network.named_parameters())
-    initial_weights = parameter.detach().clone()
-    # One validation before and one after the step, then two of weights that are further away.
-    rows = iter([(ValidationScores(1.0, None, f1, f1, f1, f1), SPEC.decoding) for f1 in (0.0, *scores)])
-    trainer._validator = SimpleNamespace(object_count=20, validate=lambda _network: next(rows))
+    trainer = make_trainer(pair, tmp_path, steps=3, every=1, fractions=(0.5, 0.75), averaging=0.0)
+    name = next(iter(trainer._averaged_network.state_dict()))
+    snapshots = []
+
+    def validate(_network: object) -> tuple[ValidationScores, object]:
+        snapshots.append(trainer._averaged_network.state_dict()[name].clone())
+        f1 = next(rows)
+        return ValidationScores(1.0, None, f1, f1, f1, f1), SPEC.decoding
+
+    # Validations before and after the first steps, and those of the latest weights at the end.
+    rows = iter([*during, final[0], *final])
+    trainer._validator = SimpleNamespace(object_count=20, validate=validate)
     weights = trainer.run().state_dict()[name]
-    assert not torch.equal(weights, initial_weights)
-    assert torch.allclose(weights, initial_weights.lerp(parameter, expected))
+    step, fraction = expected
+    assert not any(torch.equal(first, second) for first, second in itertools.pairwise(snapshots[:4]))
+    assert torch.allclose(weights, snapshots[0].lerp(snapshots[step], fraction), rtol=1e-6)
+    assert next(rows, None) is None
 
 
 def test_network_with_shared_layers_can_be_trained_and_saved(pair: Pair, tmp_path: Path) -> None:
