@@ -254,7 +254,7 @@ def test_other_dtypes_give_the_same_classes(phantom, eager, volume, dtype):
 def test_nan_pixels_are_noted(eager):
     pixels = np.full((1, 4, 8, 8), 400, np.float32)
     pixels[0, 0, 0, 0] = np.nan
-    assert "1 NaN" in segment(eager, Volume.from_array(pixels), Options()).notes[0]
+    assert "1 pixels that are NaN" in segment(eager, Volume.from_array(pixels), Options()).notes[0]
 
 
 def test_the_error_for_a_wrong_number_of_channels_names_them(eager):

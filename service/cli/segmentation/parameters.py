@@ -59,7 +59,7 @@ PARAMETERS = {
     "threshold": (
         "PROBABILITY",
         "Minimum foreground probability of object voxels; higher values give smaller and fewer objects (default: the"
-        " model's setting; 0.6 for the model nuclei)",
+        " model's setting; 0.55 for the model nuclei)",
     ),
     "minimum_size": (
         "SIZE",

@@ -46,8 +46,8 @@ from service.formats.tiff.planes.stored_image import (
 )
 
 # tifffile logs defects and works around them. This module rejects files with defects instead.
-# tifffile decodes packed integers of these sizes to wrong numbers.
-_UNSUPPORTED_BITS = range(17, 32)
+# tifffile decodes integers of these sizes from the most significant bit on. Few programs write them in this order.
+_UNSUPPORTED_BITS = frozenset(range(17, 32)) - {24}
 
 # Compressions of images with 1 bit per pixel (CCITT).
 _BILEVEL_COMPRESSIONS = (2, 3, 4)

@@ -68,7 +68,7 @@ def test_plane_without_bytes_is_not_filled_with_zeros(
 @pytest.mark.parametrize(
     ("tags", "message"),
     [
-        ({"ImageWidth": 10, "BitsPerSample": 24}, "integers of 24 bits"),
+        ({"ImageWidth": 10, "BitsPerSample": 25}, "integers of 25 bits"),
         ({"ImageWidth": 16, "BitsPerSample": 20}, "integers of 20 bits"),
     ],
 )
@@ -77,6 +77,18 @@ def test_packed_integers_of_more_than_16_bits_are_rejected(tags: dict[str, Any],
 
     with pytest.raises(BadFile, match=message):
         stack_reader.inspect(path, Selection(), LIMIT)
+
+
+def test_integers_of_24_bits_are_read_with_the_most_significant_byte_first_and_noted(tmp_path: Path) -> None:
+    path = write_pages(tmp_path / "a.tif", dict.fromkeys(range(4), {"ImageWidth": 10, "BitsPerSample": 24}))
+    stored = path.read_bytes()
+    with tifffile.TiffFile(path) as tiff:
+        offset = tiff.pages[1].dataoffsets[0]
+
+    volume = stack_reader.read(path, Selection(), LIMIT)
+
+    assert volume.read_all()[0, 1, 0, 0] == int.from_bytes(stored[offset : offset + 3], "big")
+    assert "most significant byte first" in " ".join(stack_reader.inspect(path, Selection(), LIMIT).notes)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,9 @@ def test_default_model_by_name_cannot_be_deleted(service: Service, base: ModelSp
     )
     models = service.runtime.models
     assert models.reload().added == ["nuclei"]
-    assert models.get_servable_spec(None).name == "nuclei"
+    # The default is chosen at startup. After a restart, it would be `nuclei`.
+    assert models.default_name == "base"
+    models.default_name = "nuclei"
     with pytest.raises(ModelNotDeletable, match="default"):
         service.remove("nuclei", None, is_admin=True)
     assert models.get_servable_spec(None).folder == model_folder
