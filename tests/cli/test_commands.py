@@ -159,6 +159,12 @@ def test_trained_model_is_available_immediately(
     assert "is not empty" in run_stackseg(*command, status=1)
 
 
+def test_standard_input_is_refused_with_a_way_to_send_it(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        main(["segment", "-", str(tmp_path / "labels.tif")])
+    assert re.search(r"standard input is not supported.* --data-binary @- .*/segment", capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "status"),
     [

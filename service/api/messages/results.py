@@ -101,6 +101,7 @@ RESULT_RESPONSES: dict[int | str, dict[str, Any]] = {
 class DownloadResponse(FileResponse):
     """Response that sends a file or, if the request has a Range header, parts of it (RFC 9110, section 14).
 
+    If-Match and If-None-Match are compared with the ETag of the file (RFC 9110, section 13).
     Unlike in `FileResponse`, unknown units are ignored, parts that lie beyond the end of the file are skipped, and
     errors are problem documents. `stat_result` is required for these checks.
     """
@@ -112,6 +113,9 @@ class DownloadResponse(FileResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.apply_accept(scope)
+        if self._is_cached(scope):
+            await self._send_not_modified(send)
+            return
         range_header, if_range = get_header(scope, b"range"), get_header(scope, b"if-range")
         if range_header and self.stat_result is not None:
             is_current = if_range in {"", self.headers["etag"], self.headers["last-modified"]}
@@ -121,6 +125,27 @@ class DownloadResponse(FileResponse):
             headers = [header for header in scope["headers"] if header[0] != b"range"]
             scope = {**scope, "headers": [*headers, (b"range", ranges.encode())] if ranges else headers}
         await super().__call__(scope, receive, send)
+
+    def _is_cached(self, scope: Scope) -> bool:
+        """Return whether the client already has the file. Raises HTTPException 412 if it requires another one."""
+        if scope["method"] not in {"GET", "HEAD"} or self.status_code != HTTPStatus.OK:
+            return False
+        if_match, if_none_match = get_header(scope, b"if-match"), get_header(scope, b"if-none-match")
+        etag = self.headers.get("etag", "")
+        if if_match and {etag, "*"}.isdisjoint(_split_etags(if_match)):
+            detail = "The file has another ETag than the header If-Match. Omit the header, and download the whole file."
+            raise HTTPException(HTTPStatus.PRECONDITION_FAILED, detail, {"ETag": etag})
+        return not {etag, f"W/{etag}", "*"}.isdisjoint(_split_etags(if_none_match))
+
+    async def _send_not_modified(self, send: Send) -> None:
+        headers = [header for header in self.raw_headers if not header[0].startswith(b"content-")]
+        await send({"type": "http.response.start", "status": HTTPStatus.NOT_MODIFIED, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _split_etags(header: str) -> list[str]:
+    """Return the ETags in a header. The ETags of this service do not contain commas."""
+    return [etag.strip() for etag in header.split(",")]
 
 
 def select_ranges(header: str, file_bytes: int) -> str | None:

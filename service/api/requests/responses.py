@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +18,7 @@ from service.api.messages.headers import get_header
 from service.api.messages.results import ResultResponse, build_response
 from service.api.requests.admission import Admission
 from service.core.errors import BadParameter
+from service.core.files.bundled import get_software_version
 from service.core.quantities import TimeRange
 from service.serving.results.answers import MEDIA_TYPES
 from service.serving.results.media_types import choose_media_type, convert_result
@@ -48,7 +51,9 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
         async with response.resources:
             file = await run_in_thread(response.open)
             convert = partial(convert_result, runtime.reader, file, stack.metadata, media_type)
-            response = await build_converted_response(request, runtime, file, convert)
+            response = await build_converted_response(request, runtime, file, convert, media_type)
+            if stack.cache_key is not None:
+                response.headers["ETag"] = make_derived_etag(stack.cache_key, media_type)
     if stack.cache_status is not None:
         response.headers["X-Cache"] = stack.cache_status
     return response
@@ -68,12 +73,15 @@ def check_accept_header(request: Request, runtime: Runtime, admission: Admission
 
 
 async def build_converted_response(
-    request: Request, runtime: Runtime, file: BinaryIO, convert: ConversionFunction
+    request: Request, runtime: Runtime, file: BinaryIO, convert: ConversionFunction, variant: str
 ) -> ResultResponse:
     """Return the response with part of a result, or with the labels converted to another format.
 
     `convert` reads `file`, writes the content to a file in the given folder, and returns the path and the metadata. The
     folder is deleted after the response has been sent. Closes `file`.
+
+    `variant` is a text that differs for conversions with different content. It determines the ETag, together with the
+    modification time of `file`, so that a client can resume a download although the content is written again.
     """
     with translate_disk_errors(), ExitStack() as exit_stack:
         exit_stack.callback(file.close)
@@ -83,9 +91,12 @@ async def build_converted_response(
         path, part_metadata = await run_in_thread(
             partial(convert, folder), runtime.decode_threads.for_client(space.client)
         )
+        stored_status = os.fstat(file.fileno())
+        os.utime(path, ns=(stored_status.st_atime_ns, stored_status.st_mtime_ns))
         file_status = path.stat()
         space.reserve(file_status.st_size)
         response = build_response(path, part_metadata, stat_result=file_status)
+        response.headers["ETag"] = make_derived_etag(f"{stored_status.st_mtime_ns}-{stored_status.st_size}", variant)
         response.resources.callback(exit_stack.pop_all().close)
         return response
 
@@ -93,3 +104,8 @@ async def build_converted_response(
 def make_etag(key: str) -> str:
     """Return a strong ETag for a cache key. Results with the same key have the same labels; stage times may differ."""
     return f'"{key[:32]}"'
+
+
+def make_derived_etag(key: str, variant: str) -> str:
+    """Return a strong ETag for a conversion of a stored result, which may change with the version of StackSeg."""
+    return make_etag(hashlib.sha256("\n".join((key, variant, get_software_version())).encode()).hexdigest())

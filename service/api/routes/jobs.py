@@ -134,10 +134,10 @@ async def download_result(
     if object_filter is not None:
         result = FilteredResult(file, metadata, media_type, object_filter)
         convert = partial(convert_filtered_result, runtime.reader, result)
-        return await build_converted_response(request, runtime, file, convert)
+        return await build_converted_response(request, runtime, file, convert, f"{media_type} {object_filter}")
     if media_type != metadata.media_type:
         convert = partial(convert_result, runtime.reader, file, metadata, media_type)
-        return await build_converted_response(request, runtime, file, convert)
+        return await build_converted_response(request, runtime, file, convert, media_type)
     # The file is already open, so it is sent completely even if the result is deleted in the meantime.
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)

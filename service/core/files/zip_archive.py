@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import stat
 import struct
 import zipfile
@@ -112,6 +113,16 @@ def _check_decompressed_size(archive: zipfile.ZipFile) -> None:
         raise zipfile.BadZipFile(
             f"{largest_entry.filename} is compressed and too large; PyTorch compresses only the code of a network."
         )
+
+
+def add_file(archive: zipfile.ZipFile, path: Path, name: str) -> None:
+    """Add a file without its modification time and mode, so that archives with the same content are equal."""
+    entry = zipfile.ZipInfo(name)
+    entry.external_attr = (stat.S_IFREG | 0o644) << 16
+    # Sizes of more than 4 GiB require a different header.
+    entry.file_size = path.stat().st_size
+    with path.open("rb") as source, archive.open(entry, "w") as member:
+        shutil.copyfileobj(source, member, 2**20)
 
 
 def locate_stored_member(descriptor: int, entry: zipfile.ZipInfo) -> int:

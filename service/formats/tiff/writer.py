@@ -166,12 +166,19 @@ def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
     return {name: "".join(filter(str.isprintable, value)) for name, value in provenance.items()}
 
 
+def _make_uuid(provenance: Mapping[str, str]) -> uuid.UUID:
+    """Return a random identifier, or the same one whenever the same objects of a stored result are selected."""
+    if "filter" not in provenance:
+        return uuid.uuid4()
+    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(dict(provenance), sort_keys=True))
+
+
 def _make_ome_metadata(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
     """Return the metadata from which tifffile generates the OME-XML of a file."""
     # XML cannot represent control characters.
     channel_names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
     metadata: dict[str, object] = {
-        "UUID": str(uuid.uuid4()),
+        "UUID": str(_make_uuid(provenance)),
         "Creator": "StackSeg",
         "axes": layout.axes,
         "Name": layout.kind,

@@ -19,6 +19,7 @@ import zarr
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import name_full_disk, write_atomically
+from service.core.files.zip_archive import add_file
 from service.core.types import Array, Segmentation
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.writer import NO_PROVENANCE
@@ -71,7 +72,7 @@ def write_archive(segmentation: Segmentation, path: Path) -> None:
         with write_atomically(path, sync=False) as archive_path, ZipFile(archive_path, "w", ZIP_STORED) as archive:
             archive.comment = _ARCHIVE_COMMENT
             for file in files:
-                archive.write(file, file.relative_to(store))
+                add_file(archive, file, file.relative_to(store).as_posix())
                 file.unlink()
 
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
-from zipfile import ZIP_STORED, ZipFile
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core.buffers import allocate_on_disk
 from service.core.errors import BadParameter
+from service.core.files.zip_archive import add_file
 from service.core.quantities import TimeRange, parse_time
 from service.core.types import Array, Segmentation, Selection, Volume
 from service.formats.sandbox.reader import Reader
@@ -212,6 +213,6 @@ def _pack_archive(original: BinaryIO, path: Path, files: tuple[Path, ...]) -> No
     """Write an archive with some files, and with the warning of the original archive if it has one."""
     with ZipFile(path, "w", ZIP_STORED) as archive, ZipFile(original) as original_archive:
         for file in files:
-            archive.write(file, file.name)
+            add_file(archive, file, file.name)
         if WARNING_FILE in original_archive.namelist():
-            archive.writestr(WARNING_FILE, original_archive.read(WARNING_FILE))
+            archive.writestr(ZipInfo(WARNING_FILE), original_archive.read(WARNING_FILE))

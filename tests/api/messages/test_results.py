@@ -119,3 +119,26 @@ def test_client_that_accepts_only_bytes_gets_them(tmp_path: Path) -> None:
         }.items():
             client = TestClient(build_response(path, METADATA, content))
             assert client.post("/", headers={"Accept": accept}).headers["content-type"] == media_type
+
+
+def test_conditions_are_compared_with_the_etag_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "labels.ome.tif"
+    path.write_bytes(b"labels")
+    client = TestClient(DownloadResponse(path, media_type="image/tiff", stat_result=path.stat()))
+    etag = client.get("/").headers["etag"]
+
+    def get_status(method: str = "GET", **headers: str) -> int:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return client.request(method, "/", headers=names).status_code
+
+    for header in (etag, f'"other", {etag}', f"W/{etag}", "*"):
+        assert get_status(If_None_Match=header) == get_status("HEAD", If_None_Match=header) == 304
+        assert get_status("POST", If_None_Match=header) == 200
+    assert get_status(If_None_Match='"other"') == get_status(If_Match=etag) == get_status(If_Match="*") == 200
+    assert get_status(If_Match=etag, Range="bytes=0-1") == 206
+    for header in ('"other"', f"W/{etag}"):
+        with pytest.raises(HTTPException) as raised:
+            get_status(If_Match=header)
+        assert raised.value.status_code == 412
+    response = client.get("/", headers={"If-None-Match": etag})
+    assert (response.content, response.headers["etag"], "content-length" in response.headers) == (b"", etag, False)

@@ -24,9 +24,10 @@ def list_documented_problems() -> list[tuple[int, str]]:
     """Return status and slug of the problems in the API reference that requests of this client can cause."""
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     problems = re.findall(r"^\| ([45]\d\d) \| `([a-z-]+)` \|", text, re.MULTILINE)
-    # The client has no annotations, training runs, browser pages and malformed requests.
+    # The client has no annotations, training runs, browser pages, conditions and malformed requests.
     others = {"unknown-annotation", "unknown-training", "model-kept", "cross-site", "method-not-allowed"}
-    return [(int(status), slug) for status, slug in problems if slug not in others | {"range-not-satisfiable"}]
+    others |= {"precondition-failed", "range-not-satisfiable"}
+    return [(int(status), slug) for status, slug in problems if slug not in others]
 
 
 def test_every_documented_problem_has_a_class_of_its_kind() -> None:

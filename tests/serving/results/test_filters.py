@@ -7,6 +7,7 @@ import io
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,32 @@ def read_archive(content: bytes, folder: Path) -> tuple[NDArray[Any], Rows, Path
         rows = list(csv.DictReader(io.StringIO(archive.read("measurements.csv").decode())))
         path = Path(archive.extract("labels.ome.tif", folder))
     return tifffile.imread(path), rows, path
+
+
+@pytest.mark.parametrize("limits", [(), ("confidence:0.1:",)])
+def test_interrupted_download_of_a_conversion_is_resumed(
+    limits: tuple[str, ...], live: LiveServer, job: dict[str, Any]
+) -> None:
+    media_types = ("application/zip", "image/tiff", "text/csv", "application/x-npy", "application/gzip")
+    complete = {name: download(live, job, name, *limits) for name in (*media_types, "application/x-ozx")}
+    # The times in zip archives have a resolution of 2 s.
+    sleep(2.1)
+    for media_type, first in complete.items():
+        etag, middle = first.headers["etag"], len(first.content) // 2
+
+        def get(media_type: str = media_type, **headers: str) -> Any:
+            url, params = f"/jobs/{job['id']}/result", {"filter": list(limits)}
+            names = {name.replace("_", "-"): value for name, value in headers.items()}
+            return live.client.get(url, params=params, headers={"Accept": media_type, **names})
+
+        rest = get(Range=f"bytes={middle}-", If_Range=etag)
+        assert (rest.status_code, rest.headers["etag"]) == (206, etag)
+        assert rest.content == first.content[middle:]
+        unchanged = get(If_None_Match=etag)
+        assert (unchanged.status_code, unchanged.headers["etag"], unchanged.content) == (304, etag, b"")
+        assert parse_problem(get(If_Match='"other"')) == (412, "precondition-failed")
+        assert download(live, job, media_type, "confidence:0.2:").headers["etag"] != etag
+    assert len({first.headers["etag"] for first in complete.values()}) == len(complete)
 
 
 def test_labels_and_table_contain_only_the_objects_within_the_limits(
