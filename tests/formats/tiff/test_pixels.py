@@ -80,7 +80,7 @@ def test_packed_integers_of_more_than_16_bits_are_rejected(tags: dict[str, Any],
 
 
 def test_integers_of_24_bits_are_read_with_the_most_significant_byte_first_and_noted(tmp_path: Path) -> None:
-    path = write_pages(tmp_path / "a.tif", dict.fromkeys(range(4), {"ImageWidth": 10, "BitsPerSample": 24}))
+    path = write_pages(tmp_path / "a.tif", {index: {"ImageWidth": 10, "BitsPerSample": 24} for index in range(4)})
     stored = path.read_bytes()
     with tifffile.TiffFile(path) as tiff:
         offset = tiff.pages[1].dataoffsets[0]
