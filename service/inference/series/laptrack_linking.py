@@ -10,17 +10,13 @@ from numpy.typing import NDArray
 from service.core.buffers import release_pages
 from service.core.quantities import VoxelSize
 from service.core.types import Array
-from service.inference.series.overlap_linking import (
-    MAX_MISSED_TIME_POINTS,
-    IntegerArray,
-    Tracks,
-    count_label_voxels,
-    split_slabs,
-)
+from service.inference.series.overlap_linking import IntegerArray, Tracks, count_label_voxels, split_slabs
 
 # Maximum distance that an object may move between two time points, and maximum distance between a daughter and its
 # mother, as a multiple of the median object diameter.
 MAX_MOVE_DIAMETERS = 1.0
+# Maximum number of consecutive time points at which an object may be missing without losing its track.
+MAX_MISSED_TIME_POINTS = 2
 
 
 def link_by_distance(labels: Array, voxel_size: VoxelSize | None) -> Tracks:

@@ -22,9 +22,6 @@ MIN_FRACTION_INSIDE_MOTHER = 0.5
 # fragments.
 MIN_DAUGHTER_RATIO = 0.25
 
-# Maximum number of consecutive time points at which an object may be missed without losing its track.
-MAX_MISSED_TIME_POINTS = 2
-
 # Maximum number of voxels that are compared at a time.
 _MAX_SLAB_VOXELS = 2**22
 
@@ -47,49 +44,35 @@ class Tracks:
 
 
 def link_by_overlap(labels: Array) -> Tracks:
-    """Link the objects at adjacent time points that overlap most, and close gaps of tracks.
+    """Link the objects at adjacent time points that overlap most.
 
     Pairs are selected in descending order of intersection over union (IoU), if neither object has a partner yet. If the
     IoU exceeds 0.5, neither object can have a better partner. If it is lower, objects rarely compete for a partner. Two
-    daughters inside their mother start new tracks whose parent is the track of the mother. Objects without a partner
-    are compared in the same way with the ends of tracks up to `MAX_MISSED_TIME_POINTS` time points earlier.
+    daughters inside their mother start new tracks whose parent is the track of the mother. An object that is missing at
+    one time point starts a new track.
 
     Args:
         labels: [T, Z, Y, X], numbered from 1 at each time point; the labels at the first time point become the numbers
             of the tracks
     """
-    parents, tracks, ends = [0], list[IntegerArray](), list[_TrackEnds]()
-    for volume in labels:
-        sizes = count_label_voxels(volume)
-        present_labels = np.flatnonzero(sizes).tolist()
-        new_labels, continued_tracks, mother_tracks = set(present_labels), dict[int, int](), dict[int, int]()
-        for earlier in reversed(ends):
-            links, mothers = _match_objects(_find_new_overlaps(earlier, volume, new_labels), earlier.sizes, sizes)
-            continued_tracks |= {label: int(earlier.tracks[links[label]]) for label in links}
-            mother_tracks |= {label: int(earlier.tracks[mothers[label]]) for label in mothers}
-            new_labels -= {*links, *mothers}
-            earlier.labels.difference_update(links.values(), mothers.values())
-        if not tracks:
-            parents = [0] * len(sizes)
-            continued_tracks = {label: label for label in present_labels}
+    sizes = count_label_voxels(labels[0])
+    parents = [0] * len(sizes)
+    tracks = [np.where(sizes > 0, np.arange(len(sizes)), 0)]
+    for time_index in range(1, len(labels)):
+        previous_sizes, sizes = sizes, count_label_voxels(labels[time_index])
+        links, mothers = _match_objects(
+            _find_overlaps(labels[time_index - 1], labels[time_index]), previous_sizes, sizes
+        )
+        previous_tracks = tracks[-1]
         tracks.append(np.zeros(len(sizes), np.int64))
-        for label in present_labels:
-            if label not in continued_tracks:
-                continued_tracks[label] = len(parents)
-                parents.append(mother_tracks.get(label, 0))
-            tracks[-1][label] = continued_tracks[label]
-        ends = [*ends[-MAX_MISSED_TIME_POINTS:], _TrackEnds(volume, sizes, tracks[-1], set(present_labels))]
+        for label in np.flatnonzero(sizes).tolist():
+            if label in links:
+                tracks[-1][label] = previous_tracks[links[label]]
+            else:
+                tracks[-1][label] = len(parents)
+                parents.append(int(previous_tracks[mothers[label]]) if label in mothers else 0)
         release_pages(labels)
     return Tracks(tuple(tracks), np.array(parents, np.int64))
-
-
-class _TrackEnds(NamedTuple):
-    """The labels [Z, Y, X] at a time point with their sizes in voxels and tracks, and those whose tracks end there."""
-
-    volume: Array
-    sizes: IntegerArray
-    tracks: IntegerArray
-    labels: set[int]
 
 
 class _Overlaps(NamedTuple):
@@ -113,16 +96,6 @@ def count_label_voxels(labels: Array) -> IntegerArray:
     sizes = np.asarray(counts, np.int64)
     sizes[0] = 0
     return sizes
-
-
-def _find_new_overlaps(ends: _TrackEnds, volume: Array, new_labels: set[int]) -> _Overlaps:
-    """Return the overlaps of the labels whose tracks end with labels that have no track yet."""
-    if not ends.labels or not new_labels:
-        nothing = np.zeros(0, np.int64)
-        return _Overlaps(nothing, nothing, nothing)
-    overlaps = _find_overlaps(ends.volume, volume)
-    is_open = np.isin(overlaps.previous_labels, list(ends.labels)) & np.isin(overlaps.current_labels, list(new_labels))
-    return _Overlaps(*(part[is_open] for part in overlaps))
 
 
 def _find_overlaps(previous_volume: Array, current_volume: Array) -> _Overlaps:
