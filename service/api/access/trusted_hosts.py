@@ -22,6 +22,7 @@ CORS_REQUEST_HEADERS = (
     "Content-Encoding",
     "Content-Type",
     "Idempotency-Key",
+    "If-Match",
     "If-None-Match",
     "If-Range",
     "Mcp-Method",
