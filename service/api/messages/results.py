@@ -138,7 +138,8 @@ class DownloadResponse(FileResponse):
         return not {etag, f"W/{etag}", "*"}.isdisjoint(_split_etags(if_none_match))
 
     async def _send_not_modified(self, send: Send) -> None:
-        headers = [header for header in self.raw_headers if not header[0].startswith(b"content-")]
+        # Browsers replace stored headers by these, and would replace the policy of the page by that of other responses.
+        headers = [header for header in self.raw_headers if header[0] not in {b"content-length", b"content-type"}]
         await send({"type": "http.response.start", "status": HTTPStatus.NOT_MODIFIED, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
 

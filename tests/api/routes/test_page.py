@@ -15,6 +15,9 @@ def test_page_loads_only_files_of_the_service(service: Service) -> None:
     policy = dict(part.split(maxsplit=1) for part in page.headers["content-security-policy"].split("; "))
     assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == ("'none'", "'self'", "'self'")
     assert "unsafe" not in page.headers["content-security-policy"]
+    cached = service.client.get("/", headers={"If-None-Match": page.headers["etag"]})
+    assert cached.status_code == 304
+    assert cached.headers["content-security-policy"] == page.headers["content-security-policy"]
     urls = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
     assert len(urls) == 15
     for url in urls:
