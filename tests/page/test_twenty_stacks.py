@@ -58,7 +58,7 @@ def collect_stacks(folder: Path) -> list[Path]:
 
 
 class KillableService:
-    """A service in a process of its own, which is killed and started again on the same port with the same folder."""
+    """A service in a separate process, which is killed and started again on the same port with the same folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

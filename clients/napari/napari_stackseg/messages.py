@@ -37,7 +37,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_result(result: Result, classes: Sequence[str]) -> str:
-    """Return what was found, the object diameter, and the notes and warnings of a result.
+    """Return the number of objects or the classes, the object diameter, and the notes and warnings of a result.
 
     classes  names of the outputs of the model, for a result without objects
     """

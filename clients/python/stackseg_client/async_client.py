@@ -13,7 +13,8 @@ import httpx2
 from numpy.typing import NDArray
 
 from stackseg_client import operations, projects
-from stackseg_client.bodies import Body, Source
+from stackseg_client.bodies import Source
+from stackseg_client.body_protocol import Body
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, plan_folder
 from stackseg_client.operations import JobFollower, Operation

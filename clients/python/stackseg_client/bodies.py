@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from stackseg_client.body_protocol import BLOCK_BYTES, Body
 from stackseg_client.errors import StackChanged
 from stackseg_client.zip_body import ZipBody
 
-# Size of the blocks in which bodies are read and sent.
-BLOCK_BYTES = 2**20
 # Size of the header of a BigTIFF, and types of tags.
 _HEADER_BYTES = 16
 _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
@@ -39,23 +38,6 @@ class ArrayLike(Protocol):
 
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | ArrayLike
-
-
-class Body(Protocol):
-    """A request body that can be read several times, for retries.
-
-    name    file name that the server shows; "" if unknown
-    nbytes  size in bytes
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read_blocks(self) -> Iterator[bytes | memoryview]:
-        """Yield the content in blocks of about `BLOCK_BYTES`."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from urllib.parse import quote
 
 from numpy.typing import NDArray
 
-from stackseg_client.bodies import Body, BytesBody, Source, make_body
+from stackseg_client.bodies import BytesBody, Source, make_body
+from stackseg_client.body_protocol import Body
 from stackseg_client.errors import ConnectionFailed, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (

@@ -6,10 +6,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stackseg_client.bodies import Body
+from stackseg_client.body_protocol import Body
 
 # Records of the zip format. All sizes are in extra fields, with 64 bits (zip64), so that the lengths of the records do
 # not depend on the sizes.

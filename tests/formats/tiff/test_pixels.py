@@ -31,6 +31,16 @@ def write_pages(path: Path, changed_tags: Mapping[int, Mapping[str, Any]], **opt
     return path
 
 
+def remove_tag(path: Path, name: str) -> None:
+    """Give a tag of all pages the number of a tag that is not read."""
+    with tifffile.TiffFile(path) as tiff:
+        positions = [page.tags[name].offset for page in tiff.pages]
+    content = bytearray(path.read_bytes())
+    for position in positions:
+        content[position : position + 2] = (263).to_bytes(2, "little")
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_plane_with_too_few_bytes_is_rejected_if_other_data_follows(index: int, tmp_path: Path) -> None:
     path = write_pages(tmp_path / "a.tif", {})
@@ -99,13 +109,8 @@ def test_pixels_that_are_not_brightness_are_noted(photometric: int | None, note:
     tags = {} if photometric is None else {"PhotometricInterpretation": photometric}
     path = write_pages(tmp_path / "a.tif", dict.fromkeys(range(4), tags))
     if photometric is None:
-        # Give the tag another number. A missing tag is not a statement about the pixels.
-        with tifffile.TiffFile(path) as tiff:
-            positions = [page.tags["PhotometricInterpretation"].offset for page in tiff.pages]
-        content = bytearray(path.read_bytes())
-        for position in positions:
-            content[position : position + 2] = (263).to_bytes(2, "little")
-        path.write_bytes(content)
+        # A missing tag is not a statement about the pixels.
+        remove_tag(path, "PhotometricInterpretation")
 
     notes = [text for text in stack_reader.inspect(path, Selection(), LIMIT).notes if "stored" in text]
 
@@ -151,12 +156,7 @@ def test_pages_without_bits_per_sample_must_have_one_bit_per_pixel(options: dict
     mask = STACK.mean() < STACK
     tifffile.imwrite(tmp_path / "mask.tif", mask, photometric="minisblack", metadata=None)
     path = write_pages(tmp_path / "a.tif", {}, **options)
-    with tifffile.TiffFile(path) as tiff:
-        positions = [page.tags["BitsPerSample"].offset for page in tiff.pages]
-    content = bytearray(path.read_bytes())
-    for position in positions:
-        content[position : position + 2] = (263).to_bytes(2, "little")
-    path.write_bytes(content)
+    remove_tag(path, "BitsPerSample")
 
     np.testing.assert_array_equal(stack_reader.read(tmp_path / "mask.tif", Selection(), LIMIT).read_all()[0], mask)
     with pytest.raises(BadFile, match="lack the tag BitsPerSample"):
