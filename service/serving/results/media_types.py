@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from zipfile import ZipFile
 
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import make_descriptor_path
 from service.core.types import Segmentation, Selection, Volume
 from service.formats import npy_nifti
-from service.formats.sandbox.reader import Reader
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, MEDIA_TYPES, check_zarr_extra
 from service.serving.results.metadata import ResultMetadata
+
+if TYPE_CHECKING:
+    from service.formats.sandbox.reader import Reader
 
 ARCHIVE_TYPE = MEDIA_TYPES["zip"]
 TABLE_TYPE = MEDIA_TYPES["csv"]
