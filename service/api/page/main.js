@@ -11,7 +11,7 @@ import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { checkConnection, watchConnection } from "./core/connection.js";
 import { byId, element } from "./core/elements.js";
-import { hideError, showError } from "./core/notices.js";
+import { hideError, showError } from "./core/error_bar.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { createDraftList } from "./correct/draft_list.js";

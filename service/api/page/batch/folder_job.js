@@ -2,8 +2,8 @@
 
 import { connection } from "../core/connection.js";
 import { button, element } from "../core/elements.js";
+import { showError } from "../core/error_bar.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
-import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";
 import { isFinished } from "../result/run_view.js";

@@ -2,7 +2,7 @@
 
 import { waitForConnection } from "../core/connection.js";
 import { byId, element } from "../core/elements.js";
-import { isAbort } from "../core/notices.js";
+import { isAbort } from "../core/error_bar.js";
 import { buildQuery, Problem, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
