@@ -222,7 +222,7 @@ export class CorrectPanel {
   }
 
   /** Show the annotated stacks created from the result. @param {string} stackList names of all stacks, "" if there are none @param {string} otherBrowserList names of the stacks from other browsers */
-  showAnnotatedStacks(stackList, otherBrowserList) {
+  showSavedAnnotations(stackList, otherBrowserList) {
     this.otherBrowserWarning.hidden = otherBrowserList === "";
     this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${otherBrowserList}. Those corrections are not shown here. Your own corrections are separate.`;
     this.annotatedText.textContent = stackList ? `Saved as annotated stack ${stackList}.` : "";
