@@ -26,7 +26,7 @@ from service.api.messages.results import build_headers, build_response
 from service.core.errors import BadParameter
 from service.core.types import Array, Selection, Volume
 from service.serving.reading import read_with_reservation
-from service.serving.results.media_types import read_labels
+from service.serving.results.conversion import read_labels
 from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import StackResult

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 
 from service.api.dependencies import get_caller, get_quota_name, get_runtime, get_stacks
-from service.api.http.media_types import STACK_BODY, STACK_FIELD, BodyFormat
+from service.api.http.body_formats import STACK_BODY, STACK_FIELD, BodyFormat
 from service.api.http.uploads import Upload, is_multipart, receive_upload
 from service.api.http.waiting import run_while_connected, time_limit
 from service.api.requests.admission import Admission, admit_form, select_model

@@ -21,7 +21,7 @@ from service.api.dependencies import (
     get_stacks,
     get_trainings,
 )
-from service.api.http.media_types import LABELS_BODY
+from service.api.http.body_formats import LABELS_BODY
 from service.api.http.uploads import Upload, is_multipart, sanitize_file_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.headers import make_url_path

@@ -22,8 +22,9 @@ from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.jobs import JobManager
+from service.serving.results.conversion import convert_result
 from service.serving.results.filters import FilteredResult, ObjectFilter, convert_filtered_result
-from service.serving.results.media_types import choose_media_type, convert_result
+from service.serving.results.media_types import choose_media_type
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import run_in_thread
 
