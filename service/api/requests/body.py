@@ -21,7 +21,7 @@ from service.core.errors import BadParameter, Cancelled, NotReady
 from service.core.telemetry import Stages
 from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.jobs.store import INPUT_NAME
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime

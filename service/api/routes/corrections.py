@@ -40,7 +40,7 @@ from service.api.requests.body import ReceivedFile, incoming_folder, receive_fil
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.types import Selection
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, LabelProvenance, find_overlaps
 from service.serving.learning.corrections import Correction, store_correction
 from service.serving.parameters import Query as Parameters
