@@ -16,10 +16,10 @@ from starlette.types import Message
 
 from service.api.agents.arguments import describe_arguments, parse_arguments
 from service.api.dependencies import get_caller, get_quota_name
-from service.api.messages.problems import handle_error
+from service.api.messages.error_responses import handle_error
 from service.core.errors import StackSegError
 from service.core.hardware.devices import translate_error
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from service.api.requests.admission import (
 )
 from service.api.requests.body import segment_stack
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.responses import build_stack_response, check_accept_header
+from service.api.requests.result_responses import build_stack_response, check_accept_header
 
 router = APIRouter(tags=["segmentation"])
 
