@@ -15,8 +15,8 @@ from fastapi import Request
 
 from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
-from service.api.messages.results import ResultResponse, build_response
 from service.api.requests.admission import Admission
+from service.api.requests.downloads import ResultResponse, build_response
 from service.core.errors import BadParameter
 from service.core.files.bundled import get_software_version
 from service.core.quantities import TimeRange

@@ -34,9 +34,10 @@ from service.api.messages.learning import (
     AnnotationReport,
     describe_annotation,
 )
-from service.api.messages.results import OpenFileResponse, describe_attachment
+from service.api.messages.result_headers import describe_attachment
 from service.api.requests.admission import merge_fields
 from service.api.requests.body import ReceivedFile, incoming_folder, receive_file
+from service.api.requests.downloads import OpenFileResponse
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.types import Selection

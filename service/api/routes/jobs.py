@@ -14,8 +14,9 @@ from starlette.responses import FileResponse, StreamingResponse
 
 from service.api.dependencies import CHECKED_QUERY, AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
-from service.api.messages.results import RESULT_RESPONSES, ResultResponse, build_response
+from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
+from service.api.requests.downloads import ResultResponse, build_response
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
 from service.api.requests.result_responses import build_converted_response
 from service.core.errors import StorageUnavailable, UnknownJob

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
 from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
-from service.api.messages.results import RESULT_RESPONSES
+from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import (
     PREFER_HEADER,
     RESPOND_ASYNC,
