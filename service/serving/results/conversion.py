@@ -13,7 +13,7 @@ from zipfile import ZipFile
 from service.core.errors import BadParameter
 from service.core.files.atomic_files import make_descriptor_path
 from service.core.types import Segmentation, Selection, Volume
-from service.formats import npy_nifti
+from service.formats import npy_nifti_writer
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, check_zarr_extra
 from service.serving.results.media_types import (
     ARCHIVE_TYPE,
@@ -45,9 +45,9 @@ def _write_ozx(volume: Volume, path: Path) -> None:
 
 # Formats to which stored labels can be converted, by media type.
 LABEL_FORMATS = {
-    NPY_TYPE: _LabelFormat(".npy", npy_nifti.write_npy),
-    NIFTI_TYPE: _LabelFormat(".nii.gz", npy_nifti.write_nifti),
-    GZIP_TYPE: _LabelFormat(".nii.gz", npy_nifti.write_nifti),
+    NPY_TYPE: _LabelFormat(".npy", npy_nifti_writer.write_npy),
+    NIFTI_TYPE: _LabelFormat(".nii.gz", npy_nifti_writer.write_nifti),
+    GZIP_TYPE: _LabelFormat(".nii.gz", npy_nifti_writer.write_nifti),
     OZX_TYPE: _LabelFormat(".ozx", _write_ozx),
 }
 
