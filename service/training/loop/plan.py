@@ -25,10 +25,13 @@ CURVE_COLUMNS = (
     "recall",
     "voi",
 )
+# Default learning rates with a base model, and from random weights.
+FINE_TUNING_RATE, RANDOM_WEIGHTS_RATE = 1e-3, 3e-3
+# Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
+# if nothing is known about the images on which the model will be used.
+FINE_TUNING_FRACTIONS = (0.5, 0.75)
 # Fraction of the training during which the learning rate increases.
 WARM_UP_FRACTION = 0.05
-
-
 # Minimum IoU of matching objects, and of objects that match well.
 MATCHING_IOU = 0.5
 STRICT_IOU = 0.7
