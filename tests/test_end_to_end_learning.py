@@ -27,7 +27,7 @@ from service.core.types import Segmentation
 from service.formats.tiff import writer as tiff_writer
 from service.models.spec import ModelSpec
 from service.serving.learning.training_child import TrainingChild
-from service.serving.learning.trainings import SETTINGS_SECTIONS
+from service.serving.learning.training_manager import SETTINGS_SECTIONS
 from service.training import process
 from service.training.evaluate import score
 from service.training.fine_tune import FineTuningTask

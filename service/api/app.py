@@ -28,7 +28,7 @@ from service.api.access.trusted_hosts import (
 )
 from service.api.agents import route as agents
 from service.api.kserve import route as kserve
-from service.api.messages.problems import (
+from service.api.messages.error_responses import (
     EXCEPTION_HANDLERS,
     KEY_SCHEMES,
     UNEXPECTED_HANDLER,

@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import BadParameter
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.trainings import TrainingManager
+from service.serving.learning.training_manager import TrainingManager
 from service.serving.parameters import MAX_NAME_LENGTH
 from service.serving.runtime import Runtime
 from service.serving.storage.stack_store import StackStore

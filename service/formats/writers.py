@@ -10,7 +10,7 @@ from imagecodecs import png_encode
 
 from service.core.files.atomic_files import write_atomically
 from service.core.types import Array, Segmentation, Volume
-from service.formats import npy_nifti
+from service.formats import npy_nifti_writer
 from service.formats.tiff import writer as tiff_writer
 from service.formats.tiff.imagej_metadata import make_label_colors
 from service.formats.zarr.store import find_labeled_image
@@ -18,7 +18,7 @@ from service.formats.zarr.store import find_labeled_image
 MAX_THUMBNAIL_PIXELS = 256
 TIFF_SUFFIXES = (".tif", ".tiff")
 # Writers by suffix, for formats that can store only labels or classes of a single time point.
-ARRAY_WRITERS = {".npy": npy_nifti.write_npy, ".nii.gz": npy_nifti.write_nifti}
+ARRAY_WRITERS = {".npy": npy_nifti_writer.write_npy, ".nii.gz": npy_nifti_writer.write_nifti}
 
 
 def is_tiff(path: Path) -> bool:

@@ -18,10 +18,10 @@ from service.serving.devices.local.model import Segmenter, SegmenterFactory, loa
 from service.serving.devices.local.settings import split_settings
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.pool import DevicePool
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.jobs.projects.store import ProjectStore
 from service.serving.learning.annotations import AnnotationStore
-from service.serving.learning.trainings import TrainingManager
+from service.serving.learning.training_manager import TrainingManager
 from service.serving.metrics import Metrics
 from service.serving.results.cache import ResultCache
 from service.serving.results.metadata import ResultMetadata

@@ -25,8 +25,8 @@ from service.models.repository import MODEL_FILE_NAME
 from service.models.spec import Lineage, ModelSpec, TargetName, get_target
 from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import MAX_DECODED_BYTES
-from service.training.loop.calibration import calibrate
-from service.training.loop.plan import ObjectCounts
+from service.training.loop.confidence_calibration import calibrate
+from service.training.loop.object_scores import ObjectCounts
 from service.training.loop.setup import TrainerFactory, choose_dtype, make_draft_spec, prepare_training
 from service.training.loop.trainer import CHECKPOINT_FILE, Trainer
 from service.training.loop.validation import score_parts

@@ -1,7 +1,7 @@
 """The child process that trains models for the service.
 
-`service.serving.learning.trainings` starts this process with `python -m`. The process reads a request from stdin and
-writes progress messages to stdout, each as a line of JSON. It exits when stdin is closed, which happens when the
+`service.serving.learning.training_manager` starts this process with `python -m`. The process reads a request from stdin
+and writes progress messages to stdout, each as a line of JSON. It exits when stdin is closed, which happens when the
 service exits.
 """
 

@@ -1,7 +1,7 @@
 // Applies random corrections to random labels. Returns descriptions of the properties that they violate.
 async ([seed, steps]) => {
   const { LabelEditor, EditError } = await import("/page/volumes/label_edit.js");
-  const { haveSimilarColors } = await import("/page/volumes/slices.js");
+  const { haveSimilarColors } = await import("/page/volumes/label_colors.js");
   let state = seed;
   const randomBelow = limit => Math.floor(((state = (state * 1103515245 + 12345) % 2147483648) / 2147483648) * limit);
   const pick = list => list[randomBelow(list.length)];

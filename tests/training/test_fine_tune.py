@@ -19,7 +19,8 @@ from service.models.repository import read_spec
 from service.models.spec import ModelSpec, Sample
 from service.training import fine_tune as fine_tune_module
 from service.training.fine_tune import FineTuningTask, fine_tune
-from service.training.loop.plan import ObjectCounts, TrainerState
+from service.training.loop.object_scores import ObjectCounts
+from service.training.loop.plan import TrainerState
 from service.training.loop.trainer import Trainer
 from service.training.stacks.annotated_stack import AnnotatedStack, StackFiles, read_stack
 

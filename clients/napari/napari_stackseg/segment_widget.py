@@ -23,7 +23,7 @@ from qtpy.QtWidgets import (
 )
 from stackseg_client import Inspection, JobReport, Model, Result
 
-from napari_stackseg import background, layers, measuring, messages
+from napari_stackseg import background, layers, messages, object_diameter
 from napari_stackseg.connection import CONNECTION, Connection, download_picture
 from napari_stackseg.files import read_sample
 from napari_stackseg.segmentation import Segmentation, inspect_file
@@ -233,7 +233,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
             if not isinstance(shapes, Shapes):
                 shapes = next((layer for layer in reversed(self._viewer.layers) if isinstance(layer, Shapes)), None)
             if shapes is None:
-                shapes = measuring.add_circle(self._viewer, image)
+                shapes = object_diameter.add_circle(self._viewer, image)
             self._measure(image, shapes)
         except ValueError as error:
             self.show_error(error)
@@ -242,8 +242,8 @@ class SegmentWidget(TaskWidget[Segmentation]):
         shapes.events.data.connect(self._update_measurement)
 
     def _measure(self, image: Any, shapes: Any) -> None:
-        measured = measuring.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
-        hint = " Drag the circle, or its corners, over an object." if shapes.name == measuring.CIRCLE_NAME else ""
+        measured = object_diameter.measure_shape(shapes, image, self.axes.currentText(), self.get_voxel_size())
+        hint = " Drag the circle, or its corners, over an object." if shapes.name == object_diameter.CIRCLE_NAME else ""
         self.message.setText(messages.rephrase(f"Measured object diameter: {measured}.") + hint)
         self.diameter_value.setText(measured)
         self.diameter.setCurrentIndex(self.diameter.findData(""))

@@ -14,10 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from stackseg_client.body_protocol import BLOCK_BYTES, Body
+from stackseg_client.body_protocol import Body
 from stackseg_client.errors import StackChanged
 from stackseg_client.zip_body import ZipBody
 
+# Size of the blocks in which bodies are read and sent.
+BLOCK_BYTES = 2**20
 # Size of the header of a BigTIFF, and types of tags.
 _HEADER_BYTES = 16
 _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-# Size of the blocks in which bodies are read and sent.
-BLOCK_BYTES = 2**20
-
 
 class Body(Protocol):
     """A request body that can be read several times, for retries.
@@ -23,4 +20,4 @@ class Body(Protocol):
     def nbytes(self) -> int: ...
 
     def read_blocks(self) -> Iterator[bytes | memoryview]:
-        """Yield the content in blocks of about `BLOCK_BYTES`."""
+        """Yield the content in blocks."""

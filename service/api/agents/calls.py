@@ -1,10 +1,12 @@
-"""A tool call of a client, and its answer."""
+"""Tools for agents, the client that calls a tool, and the answer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
@@ -12,9 +14,15 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.types import Message
 
+from service.api.agents.arguments import describe_arguments, parse_arguments
 from service.api.dependencies import get_caller, get_quota_name
-from service.serving.jobs.jobs import JobManager
+from service.api.messages.error_responses import handle_error
+from service.core.errors import StackSegError
+from service.core.hardware.devices import translate_error
+from service.serving.jobs.job_manager import JobManager
 from service.serving.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class ToolAnswer(NamedTuple):
@@ -76,3 +84,51 @@ class _EmptyBody:
             await asyncio.Event().wait()
         self._is_sent = True
         return {"type": "http.request", "body": b"", "more_body": False}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool: its description for language models, the model of its arguments, and its function.
+
+    argument_names  the arguments to describe; None: all
+    is_read_only    whether the tool changes nothing
+    is_destructive  whether the tool may undo work
+    """
+
+    name: str
+    title: str
+    description: str
+    arguments: type[BaseModel]
+    run: Callable[[Client, Any], Awaitable[ToolAnswer]]
+    argument_names: Collection[str] | None = None
+    is_read_only: bool = True
+    is_destructive: bool = False
+
+    @property
+    def input_schema(self) -> dict[str, Any]:
+        """JSON schema of the arguments."""
+        return describe_arguments(self.arguments, self.argument_names)
+
+
+async def call_tool(request: Request, tool: Tool, arguments: Mapping[str, Any]) -> ToolAnswer:
+    """Call a tool for the client of an HTTP request. An error becomes an answer with the text of its problem document.
+
+    If the calling task is cancelled, the tool is cancelled as well.
+    """
+    task = asyncio.ensure_future(_run(request, tool, arguments))
+    try:
+        await asyncio.wait({task})
+    finally:
+        task.cancel()
+    if (exception := task.exception()) is None:
+        return task.result()
+    error = translate_error(exception)
+    if not isinstance(error, StackSegError):
+        log.error("the tool %s failed", tool.name, exc_info=exception)
+    response = handle_error(request, error if isinstance(error, Exception) else Exception())
+    problem = json.loads(bytes(response.body))
+    return ToolAnswer(problem["detail"], problem, is_error=True)
+
+
+async def _run(request: Request, tool: Tool, arguments: Mapping[str, Any]) -> ToolAnswer:
+    return await tool.run(Client(request), parse_arguments(tool.arguments, arguments))

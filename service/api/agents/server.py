@@ -26,8 +26,8 @@ from mcp.types import Tool as ToolDescription
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.api.agents.calls import ToolAnswer
-from service.api.agents.tools import INSTRUCTIONS, TOOLS, TOOLS_BY_NAME, Tool, call_tool
+from service.api.agents.calls import Tool, ToolAnswer, call_tool
+from service.api.agents.tool_descriptions import INSTRUCTIONS, TOOLS, TOOLS_BY_NAME
 from service.core.files.bundled import get_software_version
 
 # Maximum size of a message. The longest arguments have a few thousand characters.

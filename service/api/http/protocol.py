@@ -24,8 +24,8 @@ from service.api.http.data_rate import DataRate, HeadTimer, SlowClientLimits
 from service.api.http.flow_control import READ_AHEAD_BYTES, CloseOnceTransport, ReadFlowControl
 from service.api.http.refusals import MAX_HEAD_BYTES, HeadError, RefusalResponse, check_framing_headers, check_head
 from service.api.http.sockets import count_acknowledged_bytes, count_unsent_bytes, enable_keepalive
+from service.api.messages.error_responses import get_status_code
 from service.api.messages.headers import SEND_DEADLINE_KEY, choose_request_id, get_header
-from service.api.messages.problems import get_status_code
 from service.core import telemetry
 from service.core.errors import Cancelled, NotReady, OutOfMemory, RequestError, TooSlow
 

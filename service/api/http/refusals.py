@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import NamedTuple
 
+from service.api.messages.error_responses import PROBLEM_MEDIA_TYPE, build_problem_document
 from service.api.messages.headers import SECURITY_HEADERS
-from service.api.messages.problems import PROBLEM_MEDIA_TYPE, build_problem_document
 
 # Maximum size of the request line and all headers together, and of chunk headers and trailers.
 MAX_HEAD_BYTES = 2**16

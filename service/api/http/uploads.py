@@ -15,7 +15,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 from starlette.types import Message
 
-from service.api.http.media_types import MULTIPART, STACK_BODY, BodyFormat
+from service.api.http.body_formats import MULTIPART, STACK_BODY, BodyFormat
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
 from service.api.messages.headers import get_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia

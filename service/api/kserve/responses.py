@@ -22,11 +22,12 @@ from service.api.kserve.body import LENGTH_HEADER, WINDOW_BITS
 from service.api.kserve.messages import OUTPUT_DATATYPES, InferenceRequest
 from service.api.kserve.tensors import DTYPES
 from service.api.messages.headers import get_header
-from service.api.messages.results import build_headers, build_response
+from service.api.messages.result_headers import build_headers
+from service.api.requests.downloads import build_response
 from service.core.errors import BadParameter
 from service.core.types import Array, Selection, Volume
 from service.serving.reading import read_with_reservation
-from service.serving.results.media_types import read_labels
+from service.serving.results.conversion import read_labels
 from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import StackResult

@@ -12,8 +12,8 @@ from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.api.messages.text import RedactedText
 from service.models.spec import TargetName
 from service.serving.learning.annotation import Annotation
+from service.serving.learning.training_manager import TrainingManager
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
-from service.serving.learning.trainings import TrainingManager
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 _ANNOTATION_FORM = {

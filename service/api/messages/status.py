@@ -17,8 +17,8 @@ from service.core.hardware.gpus import GpuStatus
 from service.core.hardware.host import HostStatus
 from service.serving.devices.device import Device, DeviceState, count_loaded_bytes
 from service.serving.learning.annotations import AnnotationStore
+from service.serving.learning.training_manager import TrainingManager
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
-from service.serving.learning.trainings import TrainingManager
 from service.serving.runtime import Runtime
 
 

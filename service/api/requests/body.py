@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from fastapi import Request
 
 from service.api.dependencies import get_caller, get_quota_name, get_runtime, get_stacks
-from service.api.http.media_types import STACK_BODY, STACK_FIELD, BodyFormat
+from service.api.http.body_formats import STACK_BODY, STACK_FIELD, BodyFormat
 from service.api.http.uploads import Upload, is_multipart, receive_upload
 from service.api.http.waiting import run_while_connected, time_limit
 from service.api.requests.admission import Admission, admit_form, select_model
@@ -21,7 +21,7 @@ from service.core.errors import BadParameter, Cancelled, NotReady
 from service.core.telemetry import Stages
 from service.core.types import Description
 from service.formats.sandbox.remote_store import RemoteStore
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.jobs.store import INPUT_NAME
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.runtime import Runtime

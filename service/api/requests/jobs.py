@@ -20,7 +20,7 @@ from service.api.requests.admission import admit, parse_query, select_model
 from service.api.requests.body import ReceivedFile, incoming_folder, inspect_file, receive_file
 from service.core.errors import BadParameter
 from service.serving.jobs.active_job import JobView
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.jobs.record import IdempotencyKey
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import run_in_thread

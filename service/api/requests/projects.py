@@ -28,7 +28,7 @@ from service.core.errors import UnknownAnnotation, UnknownJob, UnknownModel
 from service.core.files.bundled import get_software_version
 from service.serving.devices.models.state import ModelState
 from service.serving.jobs.active_job import view_job
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.jobs.projects.archive import ArchivedFile, UniquePaths, read_chunks
 from service.serving.jobs.projects.results import (
     MeasuredResult,

@@ -17,7 +17,7 @@ from service.api.http.waiting import run_while_connected
 from service.core.types import CancellationCheck, Selection, Volume
 from service.models.spec import ModelSpec
 from service.serving.reading import read_with_reservation
-from service.serving.results.media_types import read_labels
+from service.serving.results.conversion import read_labels
 from service.serving.runtime import Runtime
 from service.serving.storage.disk import translate_disk_errors
 from service.serving.storage.threads import run_in_thread

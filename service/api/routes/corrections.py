@@ -21,7 +21,7 @@ from service.api.dependencies import (
     get_stacks,
     get_trainings,
 )
-from service.api.http.media_types import LABELS_BODY
+from service.api.http.body_formats import LABELS_BODY
 from service.api.http.uploads import Upload, is_multipart, sanitize_file_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.headers import make_url_path
@@ -34,13 +34,14 @@ from service.api.messages.learning import (
     AnnotationReport,
     describe_annotation,
 )
-from service.api.messages.results import OpenFileResponse, describe_attachment
+from service.api.messages.result_headers import describe_attachment
 from service.api.requests.admission import merge_fields
 from service.api.requests.body import ReceivedFile, incoming_folder, receive_file
+from service.api.requests.downloads import OpenFileResponse
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.types import Selection
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
 from service.serving.learning.annotation import IMAGE_FILE, LABELS_FILE, Annotation, LabelProvenance, find_overlaps
 from service.serving.learning.corrections import Correction, store_correction
 from service.serving.parameters import Query as Parameters

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, Response
 
-from service.api.messages.results import DownloadResponse
+from service.api.requests.downloads import DownloadResponse
 
 router = APIRouter(include_in_schema=False)
 

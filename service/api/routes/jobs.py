@@ -14,16 +14,18 @@ from starlette.responses import FileResponse, StreamingResponse
 
 from service.api.dependencies import CHECKED_QUERY, AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
-from service.api.messages.results import RESULT_RESPONSES, ResultResponse, build_response
+from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
+from service.api.requests.downloads import ResultResponse, build_response
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.responses import build_converted_response
+from service.api.requests.result_responses import build_converted_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
-from service.serving.jobs.jobs import JobManager
+from service.serving.jobs.job_manager import JobManager
+from service.serving.results.conversion import convert_result
 from service.serving.results.filters import FilteredResult, ObjectFilter, convert_filtered_result
-from service.serving.results.media_types import choose_media_type, convert_result
+from service.serving.results.media_types import choose_media_type
 from service.serving.runtime import Runtime
 from service.serving.storage.threads import run_in_thread
 

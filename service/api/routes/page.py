@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from service.api.messages.results import DownloadResponse
+from service.api.requests.downloads import DownloadResponse
 
 router = APIRouter(include_in_schema=False)
 

@@ -31,7 +31,7 @@ from service.api.messages.projects import (
     report_deletion,
     summarize_project,
 )
-from service.api.messages.results import describe_attachment
+from service.api.messages.result_headers import describe_attachment
 from service.api.requests.json_body import describe_json_body, read_json
 from service.api.requests.projects import ProjectMembers, get_projects
 from service.serving.jobs.projects.archive import make_path_part, stream_archive

@@ -13,7 +13,7 @@ from service.api.dependencies import RuntimeDependency, get_caller, get_training
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.api.requests.json_body import describe_json_body, read_json
-from service.serving.learning.trainings import NewTraining
+from service.serving.learning.training_manager import NewTraining
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter(tags=["learning"])

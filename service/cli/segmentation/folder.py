@@ -23,8 +23,9 @@ from service.formats.zarr.store import is_zarr_folder
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.windows.batching.batcher import open_batcher
 from service.models.spec import ModelSpec
-from service.serving.jobs.folder_records import REPORT_FILE, select_stacks
-from service.serving.jobs.folder_work import (
+from service.serving.jobs.folders.find_stacks import select_stacks
+from service.serving.jobs.folders.report import REPORT_FILE
+from service.serving.jobs.folders.segment_folder import (
     FolderOutcome,
     FolderSegmentation,
     StackCallbacks,

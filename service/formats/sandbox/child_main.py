@@ -10,7 +10,6 @@ import fcntl
 import gc
 import json
 import os
-import resource
 import signal
 import socket
 import struct
@@ -18,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from service.core.errors import RequestError, TooLarge
@@ -27,7 +25,7 @@ from service.core.types import Description, Selection
 from service.formats import stack_reader
 from service.formats.placement import VolumeLocation
 from service.formats.sandbox import label_reader
-from service.formats.sandbox.confinement import Confinement, end_with_parent
+from service.formats.sandbox.confinement import Confinement, end_with_parent, limit_resources
 from service.formats.stack_reader import Source
 from service.formats.zarr.store import FetchedStore, FileRange, FolderStore
 
@@ -86,7 +84,7 @@ def main(memory_bytes: int, max_decoded_bytes: int, time_limit_seconds: float) -
     through which the forked process receives requests. The previous forked process is killed first. This process itself
     never receives data from a file. When the socket is closed, this process exits like the last forked process.
     """
-    _set_limits(memory_bytes, max_decoded_bytes)
+    limit_resources(memory_bytes, max_decoded_bytes)
     sample = _make_sample()
     _read_sample(os.dup(sample))
     confinement = Confinement()
@@ -206,13 +204,6 @@ def _receive(channel: socket.socket) -> Iterator[tuple[dict[str, Any], int | Non
         if line.endswith(b"\n"):
             yield json.loads(line), next(iter(files), None)
             line, files = b"", []
-
-
-def _set_limits(memory_bytes: int, max_decoded_bytes: int) -> None:
-    startup_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (startup_bytes + memory_bytes, startup_bytes + memory_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_decoded_bytes, max_decoded_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 if __name__ == "__main__":

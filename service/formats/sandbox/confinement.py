@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
 import signal
 import socket
 import struct
@@ -94,6 +95,14 @@ def confine(
     Call this after all imports and before starting threads. Returns the layers that could not be applied, with reasons.
     """
     return Confinement(names, layers).apply()
+
+
+def limit_resources(memory_bytes: int, max_file_bytes: int) -> None:
+    """Limit the memory that this process allocates from now on, and the size of files that it writes."""
+    startup_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (startup_bytes + memory_bytes, startup_bytes + memory_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def end_with_parent(parent_pid: int) -> None:

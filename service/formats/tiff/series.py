@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import BinaryIO
 
 import numpy as np
-from tifffile import TIFF, TiffFile, TiffPage, TiffPageSeries
+from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 from service.core.errors import BadFile
 from service.core.types import Selection
@@ -24,7 +24,7 @@ from service.formats.tiff import calibration, metadata, ome
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
 from service.formats.tiff.planes import missing, page_loader
-from service.formats.tiff.planes.padding import ignore_padding
+from service.formats.tiff.planes.decompression import check_compression, ignore_padding
 from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.page_names import interpret_page_tags
 from service.formats.tiff.planes.stored_image import (
@@ -328,7 +328,7 @@ def _check_decodable(page: TiffPage) -> None:
         )
     if "BitsPerSample" not in page.tags:
         _check_default_bits(page)
-    _check_compression(page)
+    check_compression(page)
 
 
 def _check_default_bits(page: TiffPage) -> None:
@@ -340,9 +340,3 @@ def _check_default_bits(page: TiffPage) -> None:
             "The pages lack the tag BitsPerSample, and their sizes do not show that they have 1 bit per pixel, which is"
             " its default. Export the file again."
         )
-
-
-def _check_compression(page: TiffPage) -> None:
-    if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
-        name = getattr(page.compression, "name", page.compression)
-        raise BadFile(f"Compression {name} is not supported. Save the file uncompressed or with Deflate, LZW or Zstd.")

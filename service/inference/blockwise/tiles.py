@@ -13,7 +13,7 @@ from torch import Tensor
 from service.core.quantities import Size
 from service.core.telemetry import Stages
 from service.core.types import Array
-from service.formats.npy_nifti import compress_array, decompress_array
+from service.formats.npy_nifti_writer import compress_array, decompress_array
 from service.inference.blockwise.layout import Box, get_first_voxel, get_lengths, to_slices
 from service.inference.blockwise.window_scores import GroupScores, list_window_positions
 from service.inference.decoding.decoders import make_decoder

@@ -20,8 +20,8 @@ from service.serving.parameters import Query
 if TYPE_CHECKING:
     from service.inference.types import Result
     from service.serving.devices.reservation import Reservation
-    from service.serving.jobs.folder_run import FolderRun
-    from service.serving.jobs.folder_work import FolderOutcome
+    from service.serving.jobs.folders.job_run import FolderRun
+    from service.serving.jobs.folders.segment_folder import FolderOutcome
     from service.serving.jobs.record import JobRecord, JobRequest
     from service.serving.reading import Pixels
     from service.serving.storage.scratch import SpaceReservation

@@ -25,8 +25,8 @@ from service.inference.types import Series
 from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.jobs.active_job import ActiveJob
 from service.serving.jobs.failure import to_public_error
-from service.serving.jobs.folder_run import FolderRun
-from service.serving.jobs.folder_work import FolderOutcome
+from service.serving.jobs.folders.job_run import FolderRun
+from service.serving.jobs.folders.segment_folder import FolderOutcome
 from service.serving.parameters import SegmentationRequest
 from service.serving.reading import DeferredPixels, Pixels, PixelSource
 from service.serving.results.answers import RECEIPT_FILE, confirm_delivery, describe_answer, write_answer

@@ -18,6 +18,7 @@ from service.core.telemetry import Stages
 from service.core.types import OutputKind, Segmentation, Volume
 from service.formats.tiff import writer as tiff_writer
 from service.inference import measurements
+from service.serving.results.media_types import MEDIA_TYPES, OUTPUT_SUFFIXES, ZARR_TYPE
 from service.serving.results.metadata import ResultMetadata, make_answer_name
 from service.serving.results.provenance import describe_provenance
 
@@ -33,12 +34,6 @@ ARCHIVE_FILE = "labels.zip"
 RECEIPT_FILE = "saved.json"
 # Folder to which an OME-Zarr result is written.
 ZARR_FOLDER = "image.zarr"
-
-# Media types of results, by value of the parameter `measurements`.
-MEDIA_TYPES = {None: "image/tiff", "csv": "text/csv", "zip": "application/zip"}
-# Allowed suffixes of a result that is saved on the host, by media type.
-OUTPUT_SUFFIXES = {"image/tiff": (".tif", ".tiff", ".zarr"), "text/csv": (".csv",), "application/zip": (".zip",)}
-ZARR_MEDIA_TYPE = "application/vnd+zarr"
 
 
 class SavedResult(BaseModel):
@@ -118,7 +113,7 @@ def write_answer(
 def _save_answer(host_files: HostFiles, request: SegmentationRequest, answer: Answer, destination: str) -> int:
     """Move a result to its destination, and return the size of the result in bytes."""
     caller, ticket, overwrite = request.caller, request.folder.name, bool(request.query.overwrite)
-    if answer.media_type != ZARR_MEDIA_TYPE:
+    if answer.media_type != ZARR_TYPE:
         host_files.put(answer.path, destination, caller, ticket, overwrite=overwrite)
         size = answer.path.stat().st_size
         answer.path.unlink()
@@ -279,7 +274,7 @@ def _write_zarr(host_files: HostFiles, request: SegmentationRequest, result: Res
         path = image_folder / "labels" / name
     with stages.measure("write"):
         zarr_writer.write(result.segmentation, path, _make_provenance(request, result))
-    return Answer(path, ZARR_MEDIA_TYPE, "", stages.seconds)
+    return Answer(path, ZARR_TYPE, "", stages.seconds)
 
 
 def _write_files(request: SegmentationRequest, measurement_input: Volume | None, result: Result) -> Answer:

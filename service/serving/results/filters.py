@@ -21,14 +21,8 @@ from service.core.types import Array, Segmentation, Selection, Volume
 from service.formats.sandbox.reader import Reader
 from service.formats.tiff import writer as tiff_writer
 from service.serving.results.answers import LABELS_FILE, MEASUREMENTS_FILE, WARNING_FILE
-from service.serving.results.media_types import (
-    ARCHIVE_TYPE,
-    LABEL_FORMATS,
-    TABLE_TYPE,
-    TIFF_TYPE,
-    copy_member,
-    name_part,
-)
+from service.serving.results.conversion import LABEL_FORMATS, copy_member, name_part
+from service.serving.results.media_types import ARCHIVE_TYPE, TABLE_TYPE, TIFF_TYPE
 from service.serving.results.metadata import ResultMetadata
 
 PARAMETER = "filter"

@@ -45,6 +45,11 @@ class ResultFolder:
                 f"{path} cannot be written, because a folder, a file or a link with this name exists. Delete it first."
             ) from error
 
+    def put_text(self, name: str, content: str) -> None:
+        """Write a UTF-8 text file, and replace an existing file."""
+        (self.staging / name).write_text(content, encoding="utf-8")
+        self.put(name, name)
+
     def has_file(self, path: str) -> bool:
         """Return whether a regular file exists at a path."""
         with suppress(OSError), self._open_parent(path) as (parent_fd, file_name):

@@ -19,7 +19,7 @@ from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries
 from service.training.loop.decoding_choice import ChosenDecoding, ScoredPart
-from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts
+from service.training.loop.object_scores import MATCHING_IOU, STRICT_IOU, ObjectCounts
 from service.training.stacks.overlaps import (
     Labels,
     OverlapTable,

@@ -20,7 +20,7 @@ from service.inference.preprocessing.resample import resample_segmentation
 from service.inference.windows.grid import as_size
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Instances
-from service.training.loop.plan import MATCHING_IOU, STRICT_IOU, ObjectCounts, compute_standard_error
+from service.training.loop.object_scores import MATCHING_IOU, STRICT_IOU, ObjectCounts, compute_standard_error
 from service.training.stacks.overlaps import Labels, count_shared_voxels
 
 # Candidates for `threshold`, `min_confidence` and `min_relative_odds`, in addition to the values of the base model.

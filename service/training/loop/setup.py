@@ -18,18 +18,12 @@ from service.models.architectures.build import build_network
 from service.models.loader import check_decoding_library, load_network
 from service.models.spec import ModelSpec, check_trainable, get_target
 from service.models.spec_parts import Boundaries
-from service.training.loop.plan import TrainingPlan
+from service.training.loop.plan import FINE_TUNING_FRACTIONS, FINE_TUNING_RATE, RANDOM_WEIGHTS_RATE, TrainingPlan
 from service.training.loop.trainer import Trainer, TrainingData, TrainingPlacement
 from service.training.loop.validation import Validator
 from service.training.stacks.blocks import BlockDataset
 from service.training.stacks.parts import HeldOutParts
 from service.training.targets.choice import choose_targets, copy_weights
-
-# Default learning rates with a base model, and from random weights.
-FINE_TUNING_RATE, RANDOM_WEIGHTS_RATE = 1e-3, 3e-3
-# Fractions of the change of the weights of a base model; see `TrainingPlan`. Wortsman et al. (2022) recommend one half
-# if nothing is known about the images on which the model will be used.
-FINE_TUNING_FRACTIONS = (0.5, 0.75)
 
 TrainerFactory = Callable[[Settings, Path, torch.dtype], Trainer]
 """Function that creates a trainer, given settings with the training options, a folder and a dtype."""

@@ -23,14 +23,8 @@ from service.core.files.atomic_files import write_atomically
 from service.models.spec_parts import Decoding
 from service.training.examples import STEPS_PER_REFRESH, Example, ExamplePool, draw_batch, prefetch_batches
 from service.training.loop.checkpointing import checkpoint_blocks
-from service.training.loop.plan import (
-    CURVE_COLUMNS,
-    TrainerState,
-    TrainingPlan,
-    ValidationScores,
-    format_number,
-    prefer_first,
-)
+from service.training.loop.object_scores import prefer_first
+from service.training.loop.plan import CURVE_COLUMNS, TrainerState, TrainingPlan, ValidationScores, format_number
 from service.training.loop.safe_convolutions import make_convolutions_safe
 from service.training.loop.weight_averaging import interpolate_weights, recompute_statistics, update_average
 

@@ -18,7 +18,8 @@ from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import Example, cut_tiles
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
-from service.training.loop.plan import ObjectCounts, ValidationScores
+from service.training.loop.object_scores import ObjectCounts
+from service.training.loop.plan import ValidationScores
 from service.training.stacks.parts import StackPart, compute_part_targets, crop_to_annotated_planes, cut_part
 from service.training.targets.choice import Targets, choose_targets
 

@@ -40,7 +40,7 @@ from service.api.access.access_log import RequestLog
 from service.api.http.flow_control import READ_AHEAD_BYTES
 from service.api.http.protocol import MAX_PIPELINED_REQUESTS, PROBE_SECONDS, READ_BUFFER_BYTES, Connection
 from service.api.http.refusals import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PARAMETERS
-from service.api.messages.problems import Problem
+from service.api.messages.error_responses import Problem
 from service.api.server import build_config
 
 

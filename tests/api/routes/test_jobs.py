@@ -27,7 +27,7 @@ from service.formats import stack_reader
 from service.formats.tiff import writer as tiff_writer
 from service.formats.zarr import writer as zarr_writer
 from service.models.spec import ModelSpec
-from service.serving.jobs import jobs as async_jobs
+from service.serving.jobs import job_manager as async_jobs
 from service.serving.jobs.store import JobStore
 
 ONES = np.ones((3, 8, 8))

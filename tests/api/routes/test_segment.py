@@ -22,7 +22,7 @@ from object_server import serve_objects
 from zarr_files import write_zarr, zip_store
 
 from service.api.http.uploads import BLOCK_BYTES
-from service.api.messages.results import MAX_NOTE_CHARS, build_headers
+from service.api.messages.result_headers import MAX_NOTE_CHARS, build_headers
 from service.core.config import Settings
 from service.core.quantities import VoxelSize
 from service.models.spec import ModelSpec

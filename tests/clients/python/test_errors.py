@@ -11,7 +11,7 @@ from paths import ROOT
 from stackseg_client import errors
 from stackseg_client.errors import ProblemError, parse_problem
 
-from service.api.messages.problems import build_problem_document
+from service.api.messages.error_responses import build_problem_document
 
 
 def parse_slug(slug: str, status: int = 422, **headers: str) -> ProblemError:

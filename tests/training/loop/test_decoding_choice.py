@@ -6,7 +6,7 @@ from new_models import make_new_spec
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.models.spec_parts import Instances
 from service.training.loop.decoding_choice import ScoredPart, choose_decoding, match_objects
-from service.training.loop.plan import ObjectCounts
+from service.training.loop.object_scores import ObjectCounts
 from service.training.targets.instances import compute_instance_targets
 
 DECODING = Instances(kind="instances", threshold=0.5, min_confidence=0.8, minimum_size=8)

@@ -2,8 +2,8 @@
 
 import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
+import { showError } from "../core/error_bar.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
-import { showError } from "../core/notices.js";
 import { formatLengths } from "../core/terminology.js";
 import { openGallery } from "../gallery/gallery.js";
 import { SettingsView } from "../stack/settings_view.js";

@@ -1,6 +1,6 @@
 /** Entries of a batch: files with their stacks and jobs, and functions that derive their phases and request parameters. */
 
-import { isFinished } from "../result/run_view.js";
+import { isFinished } from "../core/job_requests.js";
 
 /** @typedef {import("openapi").JobReport} Job */
 /** @typedef {import("openapi").Inspection} Inspection */

@@ -2,8 +2,8 @@
 
 import { connection } from "../core/connection.js";
 import { button, element, redraw } from "../core/elements.js";
+import { showError } from "../core/error_bar.js";
 import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } from "../core/format.js";
-import { showError } from "../core/notices.js";
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
 import { describeSuggestion, getSuggestion } from "../result/advice.js";

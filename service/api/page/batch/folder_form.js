@@ -1,7 +1,7 @@
 /** Form that starts the segmentation of a folder on the host of the service. */
 
 import { element, field } from "../core/elements.js";
-import { showError } from "../core/notices.js";
+import { showError } from "../core/error_bar.js";
 import { buildQuery, requestJson } from "../core/requests.js";
 import { SettingsView } from "../stack/settings_view.js";
 

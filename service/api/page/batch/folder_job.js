@@ -2,11 +2,11 @@
 
 import { connection } from "../core/connection.js";
 import { button, element } from "../core/elements.js";
+import { showError } from "../core/error_bar.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
-import { showError } from "../core/notices.js";
+import { isFinished } from "../core/job_requests.js";
 import { requestJson } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";
-import { isFinished } from "../result/run_view.js";
 import { rememberJob } from "../stack/recent_jobs.js";
 import { createEntry } from "./entries.js";
 import { JobWatcher } from "./job_watcher.js";

@@ -1,8 +1,8 @@
 /** Polling of the jobs of a batch. */
 
 import { checkConnection } from "../core/connection.js";
+import { isFinished } from "../core/job_requests.js";
 import { Problem, request, requestJson } from "../core/requests.js";
-import { isFinished } from "../result/run_view.js";
 import { isPending } from "./entries.js";
 
 /** @typedef {import("./entries.js").Entry} Entry */

@@ -1,7 +1,7 @@
 /** Queue of tasks that run concurrently up to a limit, and pause while the service is busy or does not respond. */
 
 import { checkConnection } from "../core/connection.js";
-import { isAbort } from "../core/notices.js";
+import { isAbort } from "../core/error_bar.js";
 import { Problem } from "../core/requests.js";
 
 const RETRY_DELAY_MILLISECONDS = 2000;

@@ -1,7 +1,7 @@
 /** Tasks that a batch runs for a stack: upload, inspection, thumbnail, and submission of a job. */
 
 import { checkConnection } from "../core/connection.js";
-import { isAbort } from "../core/notices.js";
+import { isAbort } from "../core/error_bar.js";
 import { buildQuery, Problem, requestJson, uploadStack } from "../core/requests.js";
 import { saveThumbnail } from "./batch_store.js";
 import { packStack } from "./collect_files.js";

@@ -2,8 +2,8 @@
 
 import { button, createShortcutList, element } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
-import { getCssColor } from "../volumes/slices.js";
-import { BrushOptions } from "./brush_options.js";
+import { getCssColor } from "../volumes/label_colors.js";
+import { BrushControls } from "./brush_controls.js";
 import { BulkDelete } from "./bulk_delete.js";
 import { RegionControls } from "./region_controls.js";
 import { SuggestionControls } from "./suggestions.js";
@@ -96,7 +96,7 @@ export class CorrectPanel {
         ),
       ]),
     );
-    this.brushOptions = new BrushOptions(() => this.tools);
+    this.brushControls = new BrushControls(() => this.tools);
     this.regionControls = new RegionControls(() => this.tools);
     this.bulkDelete = new BulkDelete(() => this.tools);
     this.suggestionControls = new SuggestionControls(() => this.tools);
@@ -139,7 +139,7 @@ export class CorrectPanel {
       element("div", { class: "tool-list", role: "group", "aria-label": "Tools" }, ...this.toolButtons.values()),
       this.hint,
       element("p", { class: "selected-object" }, this.selectionDot, this.selectionText),
-      this.brushOptions.root,
+      this.brushControls.root,
       element("div", { class: "row tight" }, this.undoButton, this.redoButton, this.summary),
       this.fillControls,
       this.suggestionControls.root,
@@ -185,7 +185,7 @@ export class CorrectPanel {
     const { tools } = this;
     if (tools === null) return;
     for (const [name, tool] of this.toolButtons) tool.setAttribute("aria-pressed", String(name === tools.tool));
-    this.brushOptions.update(tools);
+    this.brushControls.update(tools);
     this.regionControls.boxButton.setAttribute("aria-pressed", String(tools.tool === "box"));
     this.suggestionControls.update();
   }
@@ -222,7 +222,7 @@ export class CorrectPanel {
   }
 
   /** Show the annotated stacks created from the result. @param {string} stackList names of all stacks, "" if there are none @param {string} otherBrowserList names of the stacks from other browsers */
-  showAnnotatedStacks(stackList, otherBrowserList) {
+  showSavedAnnotations(stackList, otherBrowserList) {
     this.otherBrowserWarning.hidden = otherBrowserList === "";
     this.otherBrowserWarning.textContent = `This result was also corrected in another browser and saved as annotated stack ${otherBrowserList}. Those corrections are not shown here. Your own corrections are separate.`;
     this.annotatedText.textContent = stackList ? `Saved as annotated stack ${stackList}.` : "";

@@ -10,7 +10,6 @@ import { LabelEditor } from "../volumes/label_edit.js";
 import { encodeNifti, encodeNpy, encodeTiff, gzip } from "../volumes/label_files.js";
 import { encodeCsv, measureObjects } from "../volumes/label_measure.js";
 import { formatTimePoint } from "../volumes/time_points.js";
-import { AnnotatedStacks } from "./annotated_stacks.js";
 import { CorrectPanel } from "./correct_panel.js";
 import { EditTools } from "./edit_tools.js";
 import {
@@ -20,6 +19,7 @@ import {
   isFullResolution,
   showImage,
 } from "./full_resolution.js";
+import { SavedAnnotations } from "./saved_annotations.js";
 import { getKeyAction } from "./tool_list.js";
 
 /** @typedef {import("../viewer/scene.js").Volume} Volume */
@@ -68,8 +68,8 @@ export class CorrectView {
     this.panel = new CorrectPanel(
       {
         undoOrRedo: (direction) => this.#undoOrRedo(direction),
-        annotate: () => this.mode && this.annotatedStacks.save(this.mode, this.time),
-        train: () => this.mode && this.annotatedStacks.openTraining(this.mode, this.time),
+        annotate: () => this.mode && this.savedAnnotations.save(this.mode, this.time),
+        train: () => this.mode && this.savedAnnotations.openTraining(this.mode, this.time),
         save: (kind) => this.#saveFile(kind),
         discard: () => this.#discardCorrections(),
       },
@@ -77,7 +77,7 @@ export class CorrectView {
       source.isEmpty,
     );
     this.root = this.panel.root;
-    this.annotatedStacks = new AnnotatedStacks(source, this.stem, capabilities, this.panel);
+    this.savedAnnotations = new SavedAnnotations(source, this.stem, capabilities, this.panel);
     signal.addEventListener("abort", () => this.leave(false));
     this.reportStoredCorrections();
   }
@@ -231,7 +231,7 @@ export class CorrectView {
     panel.show(this.#introduce(), source.getConfidences(this.time));
     this.#showCounts(editor);
     showSelection();
-    this.annotatedStacks.updatePanel();
+    this.savedAnnotations.updatePanel();
     tools.activate(source.isEmpty && editor.edits.length === 0 ? "paint" : "select");
   }
 

@@ -1,7 +1,8 @@
 /** Overlay that shows the state of the tools on the slices: seeds of a split, lines, outlines, and the brush. */
 
 import { element } from "../core/elements.js";
-import { extractPlane, getCssColor, IN_PLANE_AXES, paintLabels } from "../volumes/slices.js";
+import { getCssColor } from "../volumes/label_colors.js";
+import { extractPlane, IN_PLANE_AXES, paintLabels } from "../volumes/slices.js";
 
 /** @typedef {import("./edit_tools.js").EditTools} EditTools */
 /** @typedef {import("../viewer/slice_view.js").SliceView} SliceView */

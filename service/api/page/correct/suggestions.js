@@ -2,7 +2,8 @@
 
 import { button, element } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
-import { describeProgress, pollJob } from "../result/run_view.js";
+import { pollJob } from "../core/job_requests.js";
+import { describeProgress } from "../result/progress_view.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchShape, fetchVolume } from "../volumes/planes.js";
 

@@ -1,10 +1,10 @@
 /** Gallery of the models: what each model is for, and its result for a part of the open stack. */
 
 import { button, element, openDialog } from "../core/elements.js";
+import { isAbort } from "../core/error_bar.js";
 import { formatCount } from "../core/format.js";
-import { isAbort } from "../core/notices.js";
 import { chooseBox } from "./crop.js";
-import { createFacts, createPicture } from "./model_card.js";
+import { createFacts, createPicture } from "./model_description.js";
 import { deletePart, tryModel, uploadPart } from "./trial.js";
 import { TrialView } from "./trial_view.js";
 

@@ -1,7 +1,7 @@
 /** Button in the title bar that adds the displayed results to a project. */
 
 import { byId } from "../core/elements.js";
-import { showError } from "../core/notices.js";
+import { showError } from "../core/error_bar.js";
 import { openAddToProjectDialog } from "./project_dialogs.js";
 
 /** @typedef {{id: string, name: string}} Result job id, and name of the stack */

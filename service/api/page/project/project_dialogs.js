@@ -3,7 +3,7 @@
 import { button, element, field, openDialog } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import { requestJson } from "../core/requests.js";
-import { describeAnnotation, fetchAnnotations } from "../training/annotations.js";
+import { describeAnnotation, fetchAnnotations } from "../training/annotation_list.js";
 import { countAllCorrections } from "../volumes/correction_store.js";
 import {
   changeProject,

@@ -2,8 +2,8 @@
 
 import { connection } from "../core/connection.js";
 import { button, byId, downloadBlob, element, redraw } from "../core/elements.js";
+import { showError } from "../core/error_bar.js";
 import { formatCount, formatDate, formatNumber } from "../core/format.js";
-import { showError } from "../core/notices.js";
 import { hasKey, request, requestJson } from "../core/requests.js";
 import { PlotsView } from "./plots_view.js";
 import { openAddMembersDialog } from "./project_dialogs.js";

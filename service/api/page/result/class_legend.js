@@ -2,7 +2,7 @@
 
 import { element, redraw } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
-import { getCssColor } from "../volumes/slices.js";
+import { getCssColor } from "../volumes/label_colors.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../viewer/scene.js").SceneState} SceneState */

@@ -2,6 +2,7 @@
 
 import { element, redraw } from "../core/elements.js";
 import { computeMedian, formatCount, formatNumber, formatPart } from "../core/format.js";
+import { getCssColor } from "../volumes/label_colors.js";
 import {
   createHiddenFlags,
   filterRows,
@@ -9,7 +10,6 @@ import {
   getConfidenceColumn,
   getIntensityColumn,
 } from "../volumes/object_table.js";
-import { getCssColor } from "../volumes/slices.js";
 import { formatTimePoint } from "../volumes/time_points.js";
 import { FilterPanel } from "./filter_panel.js";
 

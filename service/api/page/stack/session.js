@@ -2,15 +2,17 @@
 
 import { waitForConnection } from "../core/connection.js";
 import { byId, element } from "../core/elements.js";
-import { isAbort } from "../core/notices.js";
+import { isAbort } from "../core/error_bar.js";
+import { cancelJob, createJob, pollJob } from "../core/job_requests.js";
 import { buildQuery, Problem, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { EmptyLabels } from "../correct/label_sources.js";
 import { openGallery } from "../gallery/gallery.js";
 import { fetchResults } from "../result/advice.js";
+import { createFailureExplanation, createMissingJobExplanation } from "../result/missing_result.js";
+import { ProgressView } from "../result/progress_view.js";
 import { showResult } from "../result/result_view.js";
-import { cancelJob, createJob, ProgressView, pollJob } from "../result/run_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
 import { listChangedSettings, StaleNotice } from "../result/stale_notice.js";
 import { Viewer } from "../viewer/viewer.js";
@@ -18,12 +20,7 @@ import { fetchTable, findChannel } from "../volumes/object_table.js";
 import { fetchMiddlePlane, fetchPlane, fetchShape, fetchVolume, makePlaneParameters } from "../volumes/planes.js";
 import { getFirstTime } from "../volumes/time_points.js";
 import { ChannelTools } from "./channels.js";
-import {
-  createChecklist,
-  createFailureExplanation,
-  createMissingJobExplanation,
-  createUnreadableStackExplanation,
-} from "./guidance.js";
+import { createChecklist, createUnreadableStackExplanation } from "./guidance.js";
 import { markMissingJob, rememberJob } from "./recent_jobs.js";
 import { SettingsView } from "./settings_view.js";
 import { TimeSlider } from "./time_slider.js";

@@ -2,7 +2,7 @@
 
 import { button, element, field, openDialog } from "../core/elements.js";
 import { Problem, requestJson, requestWithoutPrompt } from "../core/requests.js";
-import { describeAnnotation, fetchAnnotations } from "./annotations.js";
+import { describeAnnotation, fetchAnnotations } from "./annotation_list.js";
 
 /** Structures that a model can learn, with the values of `target` in requests. The empty value is not sent. */
 const TARGETS = [

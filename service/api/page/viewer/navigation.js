@@ -1,6 +1,7 @@
 /** Navigation in slice views with the wheel, pointers and keys. */
 
-import { listenForUse } from "./shortcuts.js";
+import { listenForUse } from "./key_forwarding.js";
+import { getKeyAction } from "./shortcuts.js";
 import { createPlaneCounter, getZoomFactor } from "./wheel.js";
 
 /** @typedef {import("./slice_view.js").SliceView} SliceView */
@@ -9,8 +10,6 @@ import { createPlaneCounter, getZoomFactor } from "./wheel.js";
 
 /** Largest movement of the pointer that still counts as a click. */
 const MAX_CLICK_MOVEMENT_PIXELS = 4;
-const KEY_ZOOM_FACTOR = 1.4;
-const PLANES_PER_PAGE_KEY = 10;
 
 /** Connect the wheel, pointers and keys of a view to the viewer. @param {Viewer} viewer @param {SliceView} view */
 export function listenToView(viewer, view) {
@@ -77,29 +76,6 @@ function pan({ scene }, view, dx, dy) {
   center[view.axis === 2 ? 0 : 2] -= dx / placement.scaleX;
   center[view.axis === 1 ? 0 : 1] -= dy / placement.scaleY;
   scene.set({ center });
-}
-
-/** @param {string} key @param {Viewer} viewer @param {SliceView} view the focused view @returns {(() => void) | undefined} */
-function getKeyAction(key, viewer, { axis }) {
-  const { scene } = viewer;
-  return {
-    j: () => viewer.move(axis, 1),
-    k: () => viewer.move(axis, -1),
-    ArrowDown: () => viewer.move(axis, 1),
-    ArrowUp: () => viewer.move(axis, -1),
-    ArrowRight: () => viewer.move(axis, 1),
-    ArrowLeft: () => viewer.move(axis, -1),
-    PageDown: () => viewer.move(axis, PLANES_PER_PAGE_KEY),
-    PageUp: () => viewer.move(axis, -PLANES_PER_PAGE_KEY),
-    Home: () => viewer.move(axis, -Infinity),
-    End: () => viewer.move(axis, Infinity),
-    "+": () => viewer.zoomBy(KEY_ZOOM_FACTOR),
-    "-": () => viewer.zoomBy(1 / KEY_ZOOM_FACTOR),
-    0: () => viewer.fit(),
-    f: () => scene.set({ fillObjects: !scene.state.fillObjects }),
-    o: () => scene.set({ showObjects: !scene.state.showObjects }),
-    Escape: () => viewer.selectAndNotify(0),
-  }[key];
 }
 
 /** @param {Map<number, [number, number]>} pointers @returns {number} the distance between two pointers in pixels, 0 if there is only one pointer */

@@ -1,60 +1,30 @@
-/** Keyboard shortcuts that work wherever the focus is. Keys are forwarded to the view that was used last, unless the user is typing. */
+/** Keyboard shortcuts of the slice views, apart from those of the correction tools. */
 
-/** Keys that move the focus, scroll, or press the focused control. They are forwarded only if no control has the focus. */
-const CONTROL_KEYS = [
-  "ArrowUp",
-  "ArrowDown",
-  "ArrowLeft",
-  "ArrowRight",
-  "PageUp",
-  "PageDown",
-  "Home",
-  "End",
-  "Enter",
-  "Backspace",
-  "Delete",
-  " ",
-];
-const CONTROL_SELECTOR = "button, a, summary, input, [tabindex]";
-/** Controls for which letters and digits are input. */
-const TYPING_SELECTOR = "textarea, select, input:not([type=range], [type=checkbox], [type=radio], [type=file])";
+/** @typedef {import("./slice_view.js").SliceView} SliceView */
+/** @typedef {import("./viewer.js").Viewer} Viewer */
 
-/** The view that was used last. @type {HTMLElement | null} */
-let activeStage = null;
-let isForwarding = false;
+const PLANES_PER_PAGE_KEY = 10;
+const KEY_ZOOM_FACTOR = 1.4;
 
-/** Forward keys to this view until another view is used. @param {HTMLElement} stage */
-export function activateStage(stage) {
-  activeStage = stage;
+/** @param {string} key @param {Viewer} viewer @param {SliceView} view the focused view @returns {(() => void) | undefined} */
+export function getKeyAction(key, viewer, { axis }) {
+  const { scene } = viewer;
+  return {
+    j: () => viewer.move(axis, 1),
+    k: () => viewer.move(axis, -1),
+    ArrowDown: () => viewer.move(axis, 1),
+    ArrowUp: () => viewer.move(axis, -1),
+    ArrowRight: () => viewer.move(axis, 1),
+    ArrowLeft: () => viewer.move(axis, -1),
+    PageDown: () => viewer.move(axis, PLANES_PER_PAGE_KEY),
+    PageUp: () => viewer.move(axis, -PLANES_PER_PAGE_KEY),
+    Home: () => viewer.move(axis, -Infinity),
+    End: () => viewer.move(axis, Infinity),
+    "+": () => viewer.zoomBy(KEY_ZOOM_FACTOR),
+    "-": () => viewer.zoomBy(1 / KEY_ZOOM_FACTOR),
+    0: () => viewer.fit(),
+    f: () => scene.set({ fillObjects: !scene.state.fillObjects }),
+    o: () => scene.set({ showObjects: !scene.state.showObjects }),
+    Escape: () => viewer.selectAndNotify(0),
+  }[key];
 }
-
-/** Forward keys to a view as soon as the pointer or the focus is in the view. @param {HTMLElement} stage */
-export function listenForUse(stage) {
-  for (const name of ["pointerenter", "pointerdown", "focus"]) stage.addEventListener(name, () => activateStage(stage));
-}
-
-/** @param {KeyboardEvent} event @returns {boolean} whether the key is meant for the views although another element has the focus */
-function isForViews({ key, target, defaultPrevented }) {
-  if (defaultPrevented || isForwarding || key === "Tab" || !(target instanceof Element)) return false;
-  if (target.closest(`.view[data-axis] .stage, ${TYPING_SELECTOR}`) || document.querySelector("dialog[open]"))
-    return false;
-  return !(CONTROL_KEYS.includes(key) && target.closest(CONTROL_SELECTOR));
-}
-
-document.addEventListener("keydown", (event) => {
-  if (!isForViews(event) || !activeStage?.checkVisibility()) return;
-  const { key, code, ctrlKey, shiftKey, altKey, metaKey, repeat } = event;
-  const modifiers = { ctrlKey, shiftKey, altKey, metaKey };
-  isForwarding = true;
-  const forwardedEvent = new KeyboardEvent("keydown", {
-    key,
-    code,
-    repeat,
-    ...modifiers,
-    bubbles: true,
-    cancelable: true,
-  });
-  const isHandled = !activeStage.dispatchEvent(forwardedEvent);
-  isForwarding = false;
-  if (isHandled) event.preventDefault();
-});

@@ -4,11 +4,11 @@ import { button, element } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 import { CornerView } from "./corner_view.js";
 import { DisplayTools } from "./display_tools.js";
+import { activateStage } from "./key_forwarding.js";
 import { listenToView } from "./navigation.js";
 import { PlaneLoader } from "./plane_loader.js";
 import { DiameterCircle, ScaleBar } from "./rulers.js";
 import { AXES, chooseContrast, clamp, createScene, replaceValue, valueAt } from "./scene.js";
-import { activateStage } from "./shortcuts.js";
 import { SliceView } from "./slice_view.js";
 
 /** @typedef {import("./scene.js").Volume} Volume */

@@ -1,6 +1,6 @@
 /** Rotatable 3D rendering of the objects or of the maximum intensity, by ray casting with WebGL 2. */
 
-import { COLORS, getColorIndex } from "../volumes/slices.js";
+import { COLORS, getColorIndex } from "../volumes/label_colors.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
 /** @typedef {import("../volumes/planes.js").Triple} Triple */

@@ -1,6 +1,6 @@
 /** Comparison of the objects of two results for one stack. This module does not use the DOM. */
 
-import { getColorIndex } from "./slices.js";
+import { getColorIndex } from "./label_colors.js";
 
 /** @typedef {import("./planes.js").Volume} Volume */
 /** @typedef {{id: number, partner: number, voxelCount: number}} Overlap number of voxels with an id in one result and an id in the other. Id 0 is the background. */

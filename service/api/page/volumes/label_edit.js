@@ -1,7 +1,8 @@
 /** Editor that merges, splits, deletes, outlines and paints objects in labels, with undo. This module does not use the DOM. */
 
+import { haveSimilarColors } from "./label_colors.js";
 import { createMask, divideMask, fillBetweenOutlines, fillPolygon } from "./label_shapes.js";
-import { haveSimilarColors, IN_PLANE_AXES } from "./slices.js";
+import { IN_PLANE_AXES } from "./slices.js";
 
 /** @typedef {import("./planes.js").Triple} Triple */
 /** @typedef {import("./planes.js").Volume} Volume */

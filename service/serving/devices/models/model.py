@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
 from service.serving.devices.queue.job import Job, ResourceNeeds
-from service.serving.metrics import Metrics
 
 if TYPE_CHECKING:
     from service.inference.runner.estimator import Estimator
     from service.inference.types import DiameterEstimate, EngineReport, PlannedRequest, ResourceEstimate, Result
     from service.inference.windows.batching.window_request import BatchShare
+    from service.serving.metrics import Metrics
 
 log = logging.getLogger(__name__)
 

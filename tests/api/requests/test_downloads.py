@@ -1,4 +1,4 @@
-"""Tests of service.api.messages.results: the response with a result."""
+"""Responses that send files, and responses with a result."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
-from service.api.messages.results import DownloadResponse, build_response, select_ranges
+from service.api.requests.downloads import DownloadResponse, build_response, select_ranges
 from service.serving.results.metadata import ResultMetadata
 
 METADATA = ResultMetadata("bands/1", "image/tiff", "stack_labels.ome.tif", "labels", {"total": 0.25})

@@ -9,7 +9,7 @@ import pytest
 
 from service.core.quantities import VoxelSize
 from service.core.types import Volume
-from service.formats.npy_nifti import write_nifti, write_npy
+from service.formats.npy_nifti_writer import write_nifti, write_npy
 
 VOXEL_SIZE = VoxelSize(0.5, 0.25, 0.125)
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from service.core.errors import BadFile, BadParameter, Cancelled, OutOfStorage, RateLimited
 from service.core.types import CancellationCheck, Options, Volume
 from service.serving.devices.queue.job import Job, Progress
-from service.serving.jobs.folder_records import REPORT_FILE, TABLE_FILE, select_stacks
-from service.serving.jobs.folder_work import (
+from service.serving.jobs.folders.find_stacks import select_stacks
+from service.serving.jobs.folders.report import REPORT_FILE, TABLE_FILE
+from service.serving.jobs.folders.segment_folder import (
     FolderOutcome,
     FolderSegmentation,
     StackCallbacks,

@@ -1,16 +1,17 @@
-/** Annotated stacks that are created from edited labels, and training with these stacks. */
+/** Annotated stacks that were saved from the edited labels, and training with these stacks. */
 
-import { describeAnnotation, fetchAnnotations, openSaveAnnotationDialog } from "../training/annotations.js";
+import { describeAnnotation, fetchAnnotations } from "../training/annotation_list.js";
 import { openTrainingDialog } from "../training/training_dialog.js";
 import { encodeRegion } from "../volumes/annotated_region.js";
 import * as correctionStore from "../volumes/correction_store.js";
 import { formatTimePoint } from "../volumes/time_points.js";
+import { openSaveAnnotationDialog } from "./save_annotation_dialog.js";
 
 /** @typedef {import("openapi").AnnotationReport} Annotation */
 /** @typedef {import("./correct_view.js").CorrectionMode} CorrectionMode */
 
 /** The annotated stacks created from the labels of one source. */
-export class AnnotatedStacks {
+export class SavedAnnotations {
   /**
    * @param {import("./label_sources.js").LabelSource} source of the labels @param {string} stem file name without its extension
    * @param {import("openapi").CallerLimits} capabilities of the service @param {import("./correct_panel.js").CorrectPanel} panel shows the saved stacks
@@ -33,7 +34,7 @@ export class AnnotatedStacks {
       annotations.map((annotation) => `${annotation.name} (${describeAnnotation(annotation)})`).join(", ");
     const annotations = allAnnotations.filter((annotation) => this.#isFromSource(annotation, ownIds));
     const otherBrowserAnnotations = annotations.filter(({ id }) => !ownIds.includes(id));
-    this.panel.showAnnotatedStacks(describeList(annotations), describeList(otherBrowserAnnotations));
+    this.panel.showSavedAnnotations(describeList(annotations), describeList(otherBrowserAnnotations));
   }
 
   /** Return whether an annotated stack was created from these labels: those of a result in any browser, others in this browser. @param {Annotation} annotation @param {string[]} ownIds ids of the annotated stacks that were created in this browser */

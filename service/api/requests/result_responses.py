@@ -15,13 +15,13 @@ from fastapi import Request
 
 from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
-from service.api.messages.results import ResultResponse, build_response
 from service.api.requests.admission import Admission
+from service.api.requests.downloads import ResultResponse, build_response
 from service.core.errors import BadParameter
 from service.core.files.bundled import get_software_version
 from service.core.quantities import TimeRange
-from service.serving.results.answers import MEDIA_TYPES
-from service.serving.results.media_types import choose_media_type, convert_result
+from service.serving.results.conversion import convert_result
+from service.serving.results.media_types import MEDIA_TYPES, choose_media_type
 from service.serving.results.metadata import ResultMetadata
 from service.serving.runtime import Runtime
 from service.serving.segmentation import StackResult

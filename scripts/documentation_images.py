@@ -1,6 +1,6 @@
 """Create the images in this repository: screenshots of the web UI, and one example image per bundled model.
 
-Usage: python scripts/pictures.py    # requires Chromium as `chromium` on the PATH, and the extras dev and demo
+Usage: python scripts/documentation_images.py    # requires `chromium` on the PATH, and the extras dev and demo
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume
 from service.formats import writers
 from service.formats.tiff import writer as tiff_writer
-from service.serving.jobs.folder_records import measure_stack, select_stacks
+from service.serving.jobs.folders.find_stacks import measure_stack, select_stacks
 
 PIXELS = np.arange(3 * 8 * 8, dtype=np.uint16).reshape(3, 8, 8)
 

@@ -29,16 +29,9 @@ from service.formats import writers
 from service.inference import measurements
 from service.inference.series.diameter import choose_diameter, select_evenly_spaced
 from service.inference.types import DiameterEstimate, Result, Series
-from service.serving.jobs.folder_records import (
-    RECORDS_FILE,
-    RecordFile,
-    StackRecord,
-    get_result_stem,
-    measure_stack,
-    to_printable,
-    write_report,
-    write_table,
-)
+from service.serving.jobs.folders.find_stacks import get_result_stem, measure_stack
+from service.serving.jobs.folders.records import RECORDS_FILE, RecordFile, StackRecord
+from service.serving.jobs.folders.report import to_printable, write_report, write_table
 from service.serving.parameters import Query
 from service.serving.results.answers import measure_objects
 from service.serving.results.provenance import describe_provenance, hash_file

@@ -34,9 +34,9 @@ from service.models.spec import ModelSpec
 from service.serving.learning.annotation import NewAnnotation, Region
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_child import TRAINING_MODULE
+from service.serving.learning.training_manager import NewTraining, TrainingManager
 from service.serving.learning.training_queue import TrainingQueue
 from service.serving.learning.training_record import INTERRUPTED_MESSAGE, TrainingRecord
-from service.serving.learning.trainings import NewTraining, TrainingManager
 from service.serving.runtime import Runtime
 from service.serving.storage.scratch import make_locked_folder
 

@@ -8,7 +8,7 @@ import { element } from "../core/elements.js";
 const STEPS_PER_DOUBLING = 12;
 
 /** The controls for the brush size, the brush shape, and the objects that strokes change. */
-export class BrushOptions {
+export class BrushControls {
   /** @param {() => EditTools | null} getTools returns the active tools */
   constructor(getTools) {
     const setBrush = (/** @type {Partial<import("./brush.js").Brush>} */ options) =>

@@ -16,8 +16,8 @@ from service.core.types import Options, Segmentation, Volume
 from service.formats import stack_reader
 from service.inference.types import DiameterEstimate, Result, Series
 from service.models.spec import ModelSpec
-from service.serving.jobs.folder_records import RECORDS_FILE
-from service.serving.jobs.folder_work import FolderOutcome, FolderSegmentation, StackCallbacks
+from service.serving.jobs.folders.records import RECORDS_FILE
+from service.serving.jobs.folders.segment_folder import FolderOutcome, FolderSegmentation, StackCallbacks
 from service.serving.parameters import Query
 from service.serving.reading import Pixels
 from service.serving.storage.result_folder import open_results

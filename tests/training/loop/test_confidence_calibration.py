@@ -5,7 +5,7 @@ from service.core.types import Objects
 from service.inference.diameter.confidence import predict_confidence
 from service.models.spec import Calibration
 from service.models.spec_parts import ObjectCalibration
-from service.training.loop.calibration import calibrate
+from service.training.loop.confidence_calibration import calibrate
 
 BASE = Calibration(intercept=-19, certainty=1, peak=23, size=-6, giants=4, threshold=0.6, sheets="membranes")
 

@@ -15,7 +15,7 @@ from job_service import Service, start_service
 from live import STACK, parse_problem
 from model_files import copy_model
 
-from service.api.messages.problems import STATUS_BY_ERROR, get_status_code
+from service.api.messages.error_responses import STATUS_BY_ERROR, get_status_code
 from service.core import errors
 from service.formats.sandbox.reader import Reader
 

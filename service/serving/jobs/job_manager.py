@@ -15,7 +15,7 @@ from service.core.types import CancellationCheck, Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
 from service.serving.jobs.active_job import JobView, view_job, wait_for_jobs
-from service.serving.jobs.folder_run import FolderPaths
+from service.serving.jobs.folders.job_run import FolderPaths
 from service.serving.jobs.record import IdempotencyKey, JobRecord, JobRequest
 from service.serving.jobs.runner import JobRunner
 from service.serving.jobs.store import INPUT_NAME, JobStore

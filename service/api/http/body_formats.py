@@ -1,4 +1,4 @@
-"""Media types and formats of request bodies."""
+"""Media types and encodings of the request bodies that the service accepts."""
 
 from __future__ import annotations
 

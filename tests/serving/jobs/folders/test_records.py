@@ -1,8 +1,7 @@
-"""Summary files of a run on a folder of stacks. Records survive crashes, and damaged records are reported."""
+"""Records of a run on a folder of stacks survive crashes, and damaged records are reported."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.core.errors import BadParameter
-from service.serving.jobs.folder_records import RECORDS_FILE, RecordFile, StackRecord, write_report, write_table
+from service.serving.jobs.folders.records import RECORDS_FILE, RecordFile, StackRecord
 from service.serving.storage.result_folder import ResultFolder, open_results
 
 
@@ -55,23 +54,6 @@ def test_records_survive_a_round_trip(results: ResultFolder, tmp_path: Path) -> 
     assert record._replace(notes=tuple(record.notes)) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "cell"),
-    [
-        *((name, f"./{name}") for name in ("=1+1.tif", "+a.tif", "-a.tif", "@a.tif")),
-        ("\ta.tif", "\\ta.tif"),
-        ("\ra\n.tif", "\\ra\\n.tif"),
-    ],
-)
-def test_table_escapes_stack_names_that_are_formulas_or_contain_line_breaks(
-    results: ResultFolder, tmp_path: Path, name: str, cell: str
-) -> None:
-    (tmp_path / "a_objects.csv").write_text("label\n1\n")
-    write_table(results, [(name, "a"), ("inner/=b.tif", "a")])
-    with (tmp_path / "objects.csv").open(newline="") as file:
-        assert [row["stack"] for row in csv.DictReader(file)] == [cell, "inner/=b.tif"]
-
-
 def test_incomplete_last_record_is_ignored(results: ResultFolder, tmp_path: Path) -> None:
     records = RecordFile(results)
     records.record_diameter("key", ("15px", "seen"))
@@ -90,12 +72,3 @@ def test_symbolic_link_in_place_of_the_records_is_not_followed(results: ResultFo
     with pytest.raises(BadParameter, match="damaged"):
         RecordFile(results)
     assert secret.read_text() == "confidential"
-
-
-def test_undecodable_stack_names_are_escaped(results: ResultFolder, tmp_path: Path) -> None:
-    name = "a\udcff<b>.tif"
-    write_report(results, "nuclei/1", [(name, "a\udcff<b>", StackRecord("key", 1, 1, "a\udcff.tif", 2))])
-    (tmp_path / "a_objects.csv").write_text("label\n1\n")
-    write_table(results, [(name, "a")])
-    assert "&lt;b&gt;" in (tmp_path / "report.html").read_text()
-    assert (tmp_path / "objects.csv").read_text() == "stack,label\na\\udcff<b>.tif,1\n"

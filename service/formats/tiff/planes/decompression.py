@@ -1,4 +1,4 @@
-"""Decompress strips with more bytes than their rows have, such as strips padded to full size, as libtiff does."""
+"""The compressions of a TIFF that are supported: those of imagecodecs, and padded strips, as libtiff writes them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from functools import partial
 from typing import Any, cast
 
 import imagecodecs
-from tifffile import COMPRESSION, TIFF
+from tifffile import COMPRESSION, TIFF, TiffPage
+
+from service.core.errors import BadFile
 
 _Codec = Callable[..., Any]
 # Maximum number of bytes after the last row of a strip. Strips with more bytes are refused as damaged.
 _MAX_PADDING_BYTES = 2**22
+
+
+def check_compression(page: TiffPage) -> None:
+    """Raise BadFile if the pixels of a page cannot be decompressed."""
+    if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
+        name = getattr(page.compression, "name", page.compression)
+        raise BadFile(f"Compression {name} is not supported. Save the file uncompressed or with Deflate, LZW or Zstd.")
 
 
 def ignore_padding() -> None:

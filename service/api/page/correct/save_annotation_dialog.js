@@ -1,20 +1,14 @@
-/** Annotated stacks: images with corrected labels that the service stores for training. */
+/** Dialog that saves labels as an annotated stack, with its name and the region in which every object is labeled. */
 
 import { button, element, field, openDialog } from "../core/elements.js";
-import { formatAge, formatCount } from "../core/format.js";
 import { buildQuery, request, requestJson } from "../core/requests.js";
+import { describeAnnotation } from "../training/annotation_list.js";
 import { checkAnnotation, describeRegion, encodeAnnotation } from "../volumes/annotated_region.js";
 import { encodeNpy, gzip } from "../volumes/label_files.js";
 
 /** @typedef {import("../volumes/label_edit.js").LabelEditor} LabelEditor */
 /** @typedef {import("../volumes/annotated_region.js").Region} Region */
-
 /** @typedef {import("openapi").AnnotationReport} Annotation */
-
-/** @returns {Promise<Annotation[]>} */
-export async function fetchAnnotations() {
-  return (await requestJson("annotations")).annotations;
-}
 
 /**
  * Open a dialog that saves labels together with their stack. The dialog asks for a name, and shows the region in which every
@@ -102,70 +96,3 @@ const REGION_EXPLANATIONS = {
     "Training treats everything without a label in these planes as background. Outside these planes, it uses only the labeled objects.",
   objects: "Training treats only a narrow rim around the labeled objects as background. Everything else is unknown.",
 };
-
-/**
- * Create the list of annotated stacks for the start screen.
- * @param {(() => void) | null} openTrainingDialog null if training is not available
- * @returns {Promise<HTMLElement | null>} null if there are no annotated stacks
- */
-export async function createAnnotationsList(openTrainingDialog) {
-  const annotations = await fetchAnnotations();
-  if (annotations.length === 0) return null;
-  const root = element("section", { class: "recent", "aria-labelledby": "annotated-title" });
-  const draw = () => {
-    root.hidden = annotations.length === 0;
-    root.replaceChildren(
-      element(
-        "div",
-        { class: "row between" },
-        element("h2", { id: "annotated-title" }, "Annotated stacks on the server"),
-        openTrainingDialog && button("Improve a model with these stacks", openTrainingDialog, "secondary"),
-      ),
-      element("ul", {}, ...annotations.map((annotation) => createAnnotationItem(annotation, deleteAnnotation))),
-    );
-  };
-  /** @param {Annotation} annotation */
-  async function deleteAnnotation(annotation) {
-    if (!confirm(`Delete ${annotation.name} and its corrected labels from the server?`)) return;
-    await request(`annotations/${annotation.id}`, { method: "DELETE" });
-    annotations.splice(annotations.indexOf(annotation), 1);
-    draw();
-  }
-  draw();
-  return root;
-}
-
-/** @param {Annotation} annotation */
-export function describeAnnotation({ objects, changes, region, ignore_label, partial, base_model: model, created }) {
-  const properties = [
-    formatCount(objects, "object"),
-    changes ? formatCount(changes, model ? "correction" : "change") : "",
-    ignore_label ? "some planes" : region && !partial ? "part of the stack" : "",
-    partial ? "only some objects" : "",
-  ];
-  return [...properties, model, formatAge(created)].filter(Boolean).join(" · ");
-}
-
-/** @param {Annotation} annotation @param {(annotation: Annotation) => void} deleteAnnotation */
-function createAnnotationItem(annotation, deleteAnnotation) {
-  return element(
-    "li",
-    { class: "without-thumbnail" },
-    element(
-      "a",
-      { class: "recent-text", href: `#annotated=${annotation.id}`, title: "Continue the annotation" },
-      element("strong", {}, annotation.name),
-      element("span", { class: "muted" }, describeAnnotation(annotation)),
-    ),
-    element(
-      "button",
-      {
-        type: "button",
-        class: "quiet icon",
-        "aria-label": `Delete ${annotation.name}`,
-        onclick: () => deleteAnnotation(annotation),
-      },
-      "×",
-    ),
-  );
-}

@@ -1,0 +1,1 @@
+"""Runs on folders of stacks, as jobs and on the command line."""
