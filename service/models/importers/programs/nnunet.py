@@ -45,8 +45,13 @@ OFFICIAL_TRAINER = re.compile(r"nnUNetTrainer(_\d+epochs?)?(_?NoMirroring|NoDeep
 
 
 def is_package(root: Path) -> bool:
-    """Return whether a folder is, or contains, a folder of a trained model."""
-    return bool(_list_model_folders(root))
+    """Return whether a folder is, or contains, a folder of a trained model, also of nnU-Net 1."""
+    return bool(_list_model_folders(root)) or _has_version_1(root)
+
+
+def _has_version_1(root: Path) -> bool:
+    """Return whether a folder contains a model of nnU-Net 1, whose results are in nnUNet/CONFIGURATION/TASK/TRAINER."""
+    return any(any(root.glob(f"{folders}plans.pkl")) for folders in ("", "*__*/", "Task*/*__*/", "nnUNet/*/*/*__*/"))
 
 
 def read(root: Path) -> Draft:
@@ -122,9 +127,14 @@ def _list_model_folders(root: Path) -> list[str]:
 def _choose_folder(root: Path) -> tuple[str, list[str]]:
     """Return the folder of the model to import, and the other folders of models.
 
-    Raises UnsupportedPackage if the choice is ambiguous. The preferred configuration is `3d_fullres`.
+    Raises UnsupportedPackage if the choice is ambiguous, or the only models are of nnU-Net 1. The preferred configuration is `3d_fullres`.
     """
     folders = _list_model_folders(root)
+    if not folders:
+        raise UnsupportedPackage(
+            "The folder contains a model of nnU-Net 1 (plans.pkl), which is not supported. Train the model again with "
+            "nnU-Net 2, or export its network with torch.onnx.export and import the ONNX file."
+        )
     if len(folders) == 1:
         return folders[0], []
     configurations = {folder: folder.rpartition("__")[2] for folder in folders}
