@@ -146,7 +146,11 @@ def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
     if tensors[FIRST_LAYER].dim() != 4:
         raise UnsupportedPackage(f"{path.name} is a model of Cellpose with 3D convolutions, which is not supported.")
-    num_outputs = tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0
+    _check_outputs(path, tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0)
+
+
+def _check_outputs(path: Path, num_outputs: int) -> None:
+    """Raise UnsupportedPackage for residual networks whose outputs are not those of Cellpose."""
     if num_outputs == NUM_OMNIPOSE_OUTPUTS or "omni" in path.name.lower():
         # Networks of Omnipose without an output for boundaries have the same tensors as those of Cellpose.
         raise UnsupportedPackage(

@@ -127,7 +127,8 @@ def _list_model_folders(root: Path) -> list[str]:
 def _choose_folder(root: Path) -> tuple[str, list[str]]:
     """Return the folder of the model to import, and the other folders of models.
 
-    Raises UnsupportedPackage if the choice is ambiguous, or the only models are of nnU-Net 1. The preferred configuration is `3d_fullres`.
+    Raises UnsupportedPackage if the choice is ambiguous, or the only models are of nnU-Net 1. The preferred
+    configuration is `3d_fullres`.
     """
     folders = _list_model_folders(root)
     if not folders:
