@@ -22,6 +22,7 @@ from zarr_files import write_zarr
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
 from service.cli.models import choose_model
+from service.cli.segmentation.dispatch import MAX_NAME_BYTES
 from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings, read_settings
 from service.core.errors import BadParameter
@@ -258,6 +259,17 @@ def test_ome_zarr_labels_are_written_to_a_store_or_into_the_image(
         )
     for source in (image, image / "labels" / "nuclei"):
         assert "would replace the input stack" in run_stackseg("segment", source, image, "--force", *config, status=1)
+
+
+def test_long_name_of_a_result_is_refused_before_the_stack_is_segmented(
+    config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
+    names = [f"{'n' * count}.tif" for count in (MAX_NAME_BYTES - 4, MAX_NAME_BYTES - 3)]
+    run_stackseg("segment", stack / "image.tif", tmp_path / names[0], *config)
+
+    output = run_stackseg("segment", stack / "image.tif", tmp_path / names[1], *config, status=1)
+
+    assert f"has {MAX_NAME_BYTES + 1} bytes. Use at most {MAX_NAME_BYTES}." in output
 
 
 @pytest.mark.parametrize("name", ["threshold", "min_confidence"])

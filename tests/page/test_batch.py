@@ -12,6 +12,7 @@ import tifffile
 from browsing import TIMEOUT_SECONDS, OpenPage, check_accessibility, press_segment
 from fakes import FakeSegmenter, wait_until
 from live import STACK, LiveServer, as_tiff, eager_settings, serve
+from olympus_files import make_files, make_settings
 from paths import ROOT
 from playwright.sync_api import Locator, Page, Route, expect
 from zarr_files import write_zarr
@@ -116,6 +117,24 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     check_accessibility(page)
     check_files(page, nuclei, contents)
     check_return_to_batch(page)
+
+
+def test_oif_is_uploaded_with_its_folder(fake: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
+    stack = np.arange(3 * 16 * 20, dtype=np.uint16).reshape(1, 1, 3, 16, 20)
+    files = make_files(stack, make_settings(stack))
+    contents = {f"day 2/{name}": content for name, content in files.items()}
+    contents |= {"lone.oif": files["cell.oif"], "lost.oif.files/s_Z001.tif": files["cell.oif.files/s_Z001.tif"]}
+    for name, content in contents.items():
+        (tmp_path / "scans" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "scans" / name).write_bytes(content)
+    page = open_page(fake)
+    page.locator("#folder").set_input_files(tmp_path / "scans")
+
+    expect(find_row(page, "cell.oif")).to_contain_text("20 × 16 × 3 voxels · 0.25 × 0.5 × 1.5 µm · axes ZYX")
+    left_out = page.locator(".batch-skipped li")
+    expect(left_out).to_have_count(2)
+    expect(left_out.filter(has_text="lone.oif")).to_contain_text("the folder lone.oif.files is missing")
+    expect(left_out.filter(has_text="lost.oif")).to_contain_text("the file lost.oif is missing")
 
 
 def check_files(page: Page, nuclei: LiveServer, contents: dict[str, bytes]) -> None:

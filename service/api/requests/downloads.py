@@ -51,21 +51,24 @@ class DownloadResponse(FileResponse):
         await super().__call__(scope, receive, send)
 
     def _is_cached(self, scope: Scope) -> bool:
-        """Return whether the client already has the file. Raises HTTPException 412 if it requires another one."""
-        if scope["method"] not in {"GET", "HEAD"} or self.status_code != HTTPStatus.OK:
-            return False
-        if_match, if_none_match = get_header(scope, b"if-match"), get_header(scope, b"if-none-match")
-        etag = self.headers.get("etag", "")
-        if if_match and {etag, "*"}.isdisjoint(_split_etags(if_match)):
-            detail = "The file has another ETag than the header If-Match. Omit the header, and download the whole file."
-            raise HTTPException(HTTPStatus.PRECONDITION_FAILED, detail, {"ETag": etag})
-        return not {etag, f"W/{etag}", "*"}.isdisjoint(_split_etags(if_none_match))
+        return self.status_code == HTTPStatus.OK and is_cached(scope, self.headers.get("etag", ""))
 
     async def _send_not_modified(self, send: Send) -> None:
         # Browsers replace stored headers by these, and would replace the policy of the page by that of other responses.
         headers = [header for header in self.raw_headers if header[0] not in {b"content-length", b"content-type"}]
         await send({"type": "http.response.start", "status": HTTPStatus.NOT_MODIFIED, "headers": headers})
         await send({"type": "http.response.body", "body": b""})
+
+
+def is_cached(scope: Scope, etag: str) -> bool:
+    """Return whether the client already has the file. Raises HTTPException 412 if it requires another one."""
+    if scope["method"] not in {"GET", "HEAD"}:
+        return False
+    if_match, if_none_match = get_header(scope, b"if-match"), get_header(scope, b"if-none-match")
+    if if_match and {etag, "*"}.isdisjoint(_split_etags(if_match)):
+        detail = "The file has another ETag than the header If-Match. Omit the header, and download the whole file."
+        raise HTTPException(HTTPStatus.PRECONDITION_FAILED, detail, {"ETag": etag})
+    return not {etag, f"W/{etag}", "*"}.isdisjoint(_split_etags(if_none_match))
 
 
 def _split_etags(header: str) -> list[str]:

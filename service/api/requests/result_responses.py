@@ -8,15 +8,16 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import BinaryIO
 
-from fastapi import Request
+from fastapi import Request, Response
 
 from service.api.dependencies import get_quota_name
 from service.api.messages.headers import get_header
 from service.api.requests.admission import Admission
-from service.api.requests.downloads import ResultResponse, build_response
+from service.api.requests.downloads import ResultResponse, build_response, is_cached
 from service.core.errors import BadParameter
 from service.core.files.bundled import get_software_version
 from service.core.quantities import TimeRange
@@ -72,6 +73,22 @@ def check_accept_header(request: Request, runtime: Runtime, admission: Admission
         choose_media_type(get_header(request.scope, b"accept"), metadata)
 
 
+async def build_derived_response(
+    request: Request, runtime: Runtime, file: BinaryIO, convert: ConversionFunction, variant: str
+) -> Response:
+    """Return the response with a conversion like `build_converted_response`, or 304 if the client already has it.
+
+    The headers If-Match and If-None-Match are compared before anything is converted. Raises HTTPException 412.
+    """
+    with ExitStack() as exit_stack:
+        exit_stack.callback(file.close)
+        etag = _make_variant_etag(os.fstat(file.fileno()), variant)
+        if is_cached(request.scope, etag):
+            return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"Cache-Control": "no-store", "ETag": etag})
+        exit_stack.pop_all()
+    return await build_converted_response(request, runtime, file, convert, variant)
+
+
 async def build_converted_response(
     request: Request, runtime: Runtime, file: BinaryIO, convert: ConversionFunction, variant: str
 ) -> ResultResponse:
@@ -96,9 +113,13 @@ async def build_converted_response(
         file_status = path.stat()
         space.reserve(file_status.st_size)
         response = build_response(path, part_metadata, stat_result=file_status)
-        response.headers["ETag"] = make_derived_etag(f"{stored_status.st_mtime_ns}-{stored_status.st_size}", variant)
+        response.headers["ETag"] = _make_variant_etag(stored_status, variant)
         response.resources.callback(exit_stack.pop_all().close)
         return response
+
+
+def _make_variant_etag(file_status: os.stat_result, variant: str) -> str:
+    return make_derived_etag(f"{file_status.st_mtime_ns}-{file_status.st_size}", variant)
 
 
 def make_etag(key: str) -> str:

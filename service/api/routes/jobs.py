@@ -16,9 +16,9 @@ from service.api.dependencies import CHECKED_QUERY, AsyncJobsDependency, Runtime
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
-from service.api.requests.downloads import ResultResponse, build_response
+from service.api.requests.downloads import build_response
 from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
-from service.api.requests.result_responses import build_converted_response
+from service.api.requests.result_responses import build_derived_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
@@ -119,7 +119,7 @@ async def download_result(
     async_jobs: AsyncJobsDependency,
     job: JobId,
     limits: ObjectLimits = (),
-) -> ResultResponse:
+) -> Response:
     """Download the result of a job.
 
     The response is the same as from `/segment`: the labels with their headers or, if the job has failed, a problem
@@ -136,10 +136,10 @@ async def download_result(
     if object_filter is not None:
         result = FilteredResult(file, metadata, media_type, object_filter)
         convert = partial(convert_filtered_result, runtime.reader, result)
-        return await build_converted_response(request, runtime, file, convert, f"{media_type} {object_filter}")
+        return await build_derived_response(request, runtime, file, convert, f"{media_type} {object_filter}")
     if media_type != metadata.media_type:
         convert = partial(convert_result, runtime.reader, file, metadata, media_type)
-        return await build_converted_response(request, runtime, file, convert, media_type)
+        return await build_derived_response(request, runtime, file, convert, media_type)
     # The file is already open, so it is sent completely even if the result is deleted in the meantime.
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)

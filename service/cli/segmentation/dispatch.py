@@ -23,6 +23,8 @@ from service.serving.parameters import Query, describe_validation_errors
 # Suffixes of result files, compared case-insensitively.
 _LABEL_SUFFIXES = (".tif", ".tiff", ".npy", ".nii.gz", ".zarr")
 _TABLE_SUFFIXES = (".csv",)
+# Longest name of a result in bytes. File systems allow 255, and incomplete results have longer names.
+MAX_NAME_BYTES = 240
 
 
 def run(options: argparse.Namespace, settings: Settings) -> int:
@@ -114,6 +116,10 @@ def _check_location(path: Path, suffixes: tuple[str, ...]) -> bool:
     """Return whether the labels are written inside an image. Raises BadParameter if the location is not writable."""
     image = find_labeled_image(path) if ".zarr" in suffixes else None
     folder = image or path.parent
+    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
+        raise BadParameter(
+            f"The name {path.name[:20]}... has {len(os.fsencode(path.name))} bytes. Use at most {MAX_NAME_BYTES}."
+        )
     if path.is_dir() and not is_zarr_folder(path):
         raise BadParameter(f"{path} is a folder. Specify the name of a file.")
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):

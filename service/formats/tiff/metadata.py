@@ -78,10 +78,28 @@ def _read_imagej_dimensions(tiff: TiffFile) -> tuple[str, tuple[int, ...]]:
     lengths = {axis: int(metadata.get(key, 1)) for axis, key in (("T", "frames"), ("Z", "slices"), ("C", "channels"))}
     if lengths["C"] == page.samplesperpixel:
         lengths["C"] = 1
+    order = _read_imagej_order(metadata, lengths)
+    # tifffile reads the same mapping later.
+    metadata["order"] = order
     # ImageJ names the fastest axis first.
-    order = str(metadata.get("order", "czt")).upper()
-    axes = order[::-1] if sorted(order) == sorted("CZT") else "TZC"
+    axes = order[::-1].upper()
     return axes, tuple(lengths[axis] for axis in axes)
+
+
+def _read_imagej_order(metadata: Mapping[str, Any], lengths: Mapping[str, int]) -> str:
+    """Return the order of the dimensions, fastest first, such as "czt". Raises BadFile if it is unknown but matters.
+
+    Macros write the notation of the dialogs of ImageJ, such as "xyzct".
+    """
+    order = str(metadata.get("order", "czt")).lower().removeprefix("xy")
+    if sorted(order) == sorted("czt"):
+        return order
+    if order != "default" and sum(length > 1 for length in lengths.values()) > 1:
+        raise BadFile(
+            f"The description of ImageJ in the file has order={order[:40]}, which is not an order of c, z and t. Open"
+            " the file in Fiji, check its dimensions, and save it again."
+        )
+    return "czt"
 
 
 def _read_shaped_dimensions(page: TiffPage) -> tuple[str, tuple[int, ...]]:

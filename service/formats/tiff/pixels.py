@@ -23,15 +23,16 @@ from service.formats.axes import Layout, StackPart
 from service.formats.placement import Placement, StoreBlock, check_size, get_native_dtype
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.planes.page_loader import Page, get_keyframe
-from service.formats.tiff.planes.stored_image import StoredImage, translate_errors
+from service.formats.tiff.planes.stored_image import StoredImage, check_sub_pages, translate_errors
 
 
 def check_image(image: StoredImage, structure: Structure, layout: Layout, part: StackPart, limit_bytes: int) -> None:
     """Validate every page and offset that decoding uses, before any pixels are read.
 
     Raises TooLarge if the selection, or a single page of it, decodes to more than `limit_bytes`, BadFile if a plane has
-    no pixels or is outside the file, and BadParameter if Y and X are not within a page.
+    no pixels or is outside the file, or if other pages may be planes, and BadParameter if Y and X are not in a page.
     """
+    check_sub_pages(image.page)
     selection_bytes = math.prod(axes.get_part_shape(layout, part)) * get_native_dtype(image.dtype).itemsize
     check_size(max(selection_bytes, 0 if image.is_contiguous else image.page.nbytes), limit_bytes)
     if image.is_contiguous:

@@ -20,10 +20,12 @@ from service.core.types import Selection
 from service.formats import sampling
 from service.formats.axes import select_scene
 from service.formats.sampling import Calibration
-from service.formats.tiff import calibration, metadata, ome
+from service.formats.tiff import calibration, metadata
 from service.formats.tiff.ifd import Structure
 from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
-from service.formats.tiff.planes import missing, page_loader
+from service.formats.tiff.ome import document, parser
+from service.formats.tiff.ome.parser import OmeImage
+from service.formats.tiff.planes import page_loader
 from service.formats.tiff.planes.decompression import check_compression, ignore_padding
 from service.formats.tiff.planes.page_loader import Page, PageFormat, get_keyframe
 from service.formats.tiff.planes.page_names import interpret_page_tags
@@ -89,14 +91,14 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
 def _find_calibration(image: StoredImage, tiff: TiffFile) -> Calibration:
     if image.calibration.get_voxel_size() is not None:
         return image.calibration
-    details = ome.read_details(tiff.pages.first.description)
+    details = document.read_details(tiff.pages.first.description)
     ome_calibration = sampling.parse_calibration(details.physical_sizes, details.physical_size_units, "OME-XML")
     return calibration.find_calibration(tiff, image.page, (image.calibration, ome_calibration))
 
 
 def _add_details(image: StoredImage, tiff: TiffFile) -> StoredImage:
     """Return an image whose axes are unknown with the channels and the time interval of the file."""
-    details = ome.read_details(tiff.pages.first.description)
+    details = document.read_details(tiff.pages.first.description)
     names, colors = details.channel_names, tuple(map(metadata.parse_ome_color, details.colors))
     interval = sampling.parse_time_interval(*details.time_increment)
     for kind in metadata.CONTAINER_NAMES:
@@ -113,7 +115,7 @@ def _read_container(tiff: TiffFile, structure: Structure, selection: Selection) 
         return _read_with_tifffile(tiff, structure, "mmstack", selection)
     if tiff.pages.first.is_ome:
         return _read_ome(tiff, structure, selection)
-    if ome.has_unreadable_document(tiff.pages.first):
+    if parser.has_unreadable_document(tiff.pages.first):
         return _read_unusable_ome(tiff, structure, "its OME-XML is not stored as text in UTF-8. Export it again")
     if "<OME" in description[:2000]:
         raise BadFile("The OME-XML in the file is truncated. Export the file again.")
@@ -137,7 +139,7 @@ def _read_tagged_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
 def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> StoredImage:
     first_page = tiff.pages.first
     try:
-        images = ome.parse(
+        images = parser.parse(
             first_page.description,
             len(structure.offsets),
             first_page.samplesperpixel,
@@ -146,11 +148,11 @@ def _read_ome(tiff: TiffFile, structure: Structure, selection: Selection) -> Sto
         image = _choose_ome_image(images, selection)
         if selection.axes is not None and not image.matches(first_page):
             return _read_unusable_ome(tiff, structure, "its OME-XML contradicts its pages")
-    except ome.InconsistentOme as error:
+    except document.InconsistentOme as error:
         if selection.axes is None:
             raise BadFile(str(error), **error.advice) from error
         return _read_unusable_ome(tiff, structure, str(error))
-    except ome.UnusableOme as error:
+    except document.UnusableOme as error:
         return _read_unusable_ome(tiff, structure, str(error))
     return _read_ome_image(tiff, structure, images, image, selection)
 
@@ -159,7 +161,7 @@ def _read_unusable_ome(tiff: TiffFile, structure: Structure, problem: str) -> St
     return replace(read_plain_pages(tiff, structure), container="OME-TIFF", metadata_problem=problem)
 
 
-def _choose_ome_image(images: Sequence[ome.OmeImage], selection: Selection) -> ome.OmeImage:
+def _choose_ome_image(images: Sequence[OmeImage], selection: Selection) -> OmeImage:
     """Return the selected image, or the largest one by default. Raises BadParameter."""
     if selection.scene is not None:
         return images[select_scene([image.name for image in images], selection.scene)]
@@ -167,9 +169,13 @@ def _choose_ome_image(images: Sequence[ome.OmeImage], selection: Selection) -> o
 
 
 def _read_ome_image(
-    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], image: ome.OmeImage, selection: Selection
+    tiff: TiffFile,
+    structure: Structure,
+    images: Sequence[OmeImage],
+    image: OmeImage,
+    selection: Selection,
 ) -> StoredImage:
-    is_plane_choice_needed = selection.scene is None and ome.are_single_planes(images)
+    is_plane_choice_needed = selection.scene is None and parser.are_single_planes(images)
     if is_plane_choice_needed and len(images) == page_loader.count_planes(tiff, structure):
         problem = f"its OME-XML describes {len(images)} images of one plane each"
         return _read_unusable_ome(tiff, structure, problem)
@@ -194,14 +200,13 @@ def _read_ome_image(
         colors=tuple(map(metadata.parse_ome_color, image.colors)),
         calibration=sampling.parse_calibration(image.physical_sizes, image.physical_size_units, "OME-XML"),
         time_interval=sampling.parse_time_interval(*image.time_increment),
-        notes=(() if selection.scene is not None else _make_choice_notes(images, image))
-        + _make_incomplete_notes(image),
+        notes=(() if selection.scene is not None else _make_choice_notes(images, image)) + image.get_notes(page),
         scenes=tuple(image.name for image in images) if len(images) > 1 else (),
     )
 
 
 def _count_described_planes(
-    tiff: TiffFile, structure: Structure, images: Sequence[ome.OmeImage], page: TiffPage
+    tiff: TiffFile, structure: Structure, images: Sequence[OmeImage], page: TiffPage
 ) -> tuple[int, int]:
     """Count the planes with the format of a page that the OME-XML describes, and those that the file has."""
     described_counts = [image.stored_count for image in images if image.matches(page)]
@@ -211,16 +216,9 @@ def _count_described_planes(
     return sum(described_counts), len(planes.get(PageFormat.from_page(page), ()))
 
 
-def _make_choice_notes(images: Sequence[ome.OmeImage], image: ome.OmeImage) -> tuple[str, ...]:
+def _make_choice_notes(images: Sequence[OmeImage], image: OmeImage) -> tuple[str, ...]:
     notes = make_choice_notes(len(images), image.name)
     return tuple(f"{note} To use another one, set scene to its name or index." for note in notes)
-
-
-def _make_incomplete_notes(image: ome.OmeImage) -> tuple[str, ...]:
-    if image.stored_count == image.declared_count:
-        return ()
-    counts = image.declared_count, image.stored_count, len(image.page_indices)
-    return (missing.make_incomplete_note("OME-XML", *counts),)
 
 
 def _read_with_tifffile(tiff: TiffFile, structure: Structure, kind: str, selection: Selection) -> StoredImage:

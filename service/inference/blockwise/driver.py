@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.core.config import Settings
 from service.core.errors import BadParameter
+from service.core.files.bundled import get_software_version
 from service.core.quantities import TimeRange
 from service.core.types import Options, Selection
 from service.formats import stack_reader
@@ -201,8 +202,7 @@ def make_plan(  # noqa: PLR0913
     _check_model(spec, decoding, plan.output, is_resampled=size != description.shape[1:])
     overlap, roi, (_, z, y, x) = plan.overlap, spec.input.roi_size, description.shape
     margin = 1 + decoding.smoothing if isinstance(decoding, Instances) and plan.output == "labels" else 0
-    group_shape = choose_group_shape(size, roi, overlap, workers, (z, y, x))
-    layout = Layout(size, roi, overlap, group_shape, margin, spec.tiling)
+    layout = Layout(size, roi, overlap, choose_group_shape(size, roi, overlap, workers, (z, y, x)), margin, spec.tiling)
     return RunPlan(
         source,
         _make_stamp(source),
@@ -218,6 +218,7 @@ def make_plan(  # noqa: PLR0913
         plan.diameter,
         workers,
         measure_objects,
+        get_software_version(),
     )
 
 

@@ -60,6 +60,7 @@ class RunPlan:
     diameter            object diameter for which the stack is resampled; None: no diameter is used
     workers             number of workers that the division of the volume is designed for
     measures_objects    whether objects are measured when their labels are written
+    version             version of StackSeg, because files of a run may have another format in another version
     """
 
     source: Path
@@ -76,6 +77,7 @@ class RunPlan:
     diameter: Diameter | None
     workers: int
     measures_objects: bool
+    version: str
 
     @property
     def size(self) -> Size:
@@ -140,12 +142,17 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / "plan.json").exists():
             previous_plan = self._read_plan()
-            if previous_plan is not None and _have_same_result(plan, previous_plan):
+            if previous_plan is None or previous_plan.version != plan.version:
+                raise BadParameter(
+                    f"{self.path} contains a run that another version of StackSeg has started, or its plan is damaged."
+                    " The run cannot be resumed. Delete the folder to start again, or choose another folder."
+                )
+            if _have_same_result(plan, previous_plan):
                 self._write_text("settings.json", settings.model_dump_json())
                 return previous_plan
             raise BadParameter(
-                f"{self.path} contains a run with a different stack, model, StackSeg version or options. Use the"
-                " original options to resume that run, or choose another folder."
+                f"{self.path} contains a run with a different stack, model or options. Use the original"
+                " options to resume that run, or choose another folder."
             )
         if not all(map(_is_left_over, self.path.iterdir())):
             raise BadParameter(f"{self.path} contains other files. Choose a new or empty folder.")

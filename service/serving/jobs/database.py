@@ -72,6 +72,8 @@ INSERT_JOB = (
 )
 # SQL template with placeholders for the assignments and the condition.
 UPDATE_TEMPLATE = "UPDATE jobs SET {} WHERE id = ? AND {}"
+# SQL template with a placeholder for the condition.
+DELETE_TEMPLATE = "DELETE FROM jobs WHERE id = ? AND {}"
 # SQL template, with a placeholder for states, that selects all except the newest jobs of each owner. Jobs in projects
 # are not selected and do not count.
 OLD_JOBS_TEMPLATE = (
@@ -125,6 +127,23 @@ class JobDatabase:
         with self.lock:
             self._connection.close()
             self._unlock_folder()
+
+    def delete_job(self, job_id: str, condition: str, result_path: Path) -> None:
+        """Delete the row of a job if it meets a condition.
+
+        SQLite needs space to delete a row. If the disk is full, the result is deleted first. `JobStore.recover` expires
+        a job whose result is lost, so this is safe if the process is killed between the two steps.
+        """
+        statement = DELETE_TEMPLATE.format(condition)
+        with self.lock:
+            try:
+                self.execute(statement, job_id)
+            except OutOfStorage:
+                if not self.query(f"{SELECT_JOBS} WHERE id = ? AND {condition}", job_id):
+                    raise
+                with translate_disk_errors():
+                    result_path.unlink(missing_ok=True)
+                self.execute(statement, job_id)
 
     def query(self, statement: str, *values: object) -> list[sqlite3.Row]:
         """Execute a read-only statement and return its rows."""

@@ -188,16 +188,15 @@ class JobStore:
         """Change the state to `cancelled`. Return False if the job had already ended."""
         return self._update(job_id, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
 
-    def delete(self, job_id: str) -> None:
-        """Delete a job that has ended."""
-        self.database.execute("DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running')", job_id)
+    def delete(self, job_id: str, condition: str = "TRUE") -> None:
+        """Delete a job if it has ended and meets a condition. This works even if the disk is full of results."""
+        condition = f"NOT {UNFINISHED_CONDITION} AND {condition}"
+        self.database.delete_job(job_id, condition, self.get_result_path(job_id))
         self.delete_unneeded_files(job_id)
 
     def _delete_old(self, job_id: str) -> None:
         """Delete a job that has ended, unless it has been added to a project in the meantime."""
-        statement = "DELETE FROM jobs WHERE id = ? AND state NOT IN ('waiting', 'running') AND id NOT IN kept_jobs"
-        self.database.execute(statement, job_id)
-        self.delete_unneeded_files(job_id)
+        self.delete(job_id, "id NOT IN kept_jobs")
 
     def delete_unneeded_files(self, job_id: str) -> None:
         """Delete the files that a job does not need in its current state."""

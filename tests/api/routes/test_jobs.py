@@ -19,6 +19,7 @@ from zarr_files import write_zarr
 
 from service.api.access.keys import hash_key
 from service.api.messages.headers import ANONYMOUS
+from service.api.routes import jobs as job_routes
 from service.core.config import Settings
 from service.core.errors import OutOfMemory, OutOfStorage
 from service.core.quantities import VoxelSize
@@ -77,6 +78,34 @@ def test_result_equals_the_response_of_segment(service: Service) -> None:
     assert {k: v for k, v in from_job.headers.items() if k not in ignored} == {
         k: v for k, v in direct.headers.items() if k not in ignored
     }
+
+
+def test_conditions_are_compared_before_a_result_is_converted(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, conversions = service.run()["result"], list[str]()
+    convert = job_routes.convert_result
+
+    def count_conversion(*arguments: Any) -> Any:
+        conversions.append("converted")
+        return convert(*arguments)
+
+    monkeypatch.setattr(job_routes, "convert_result", count_conversion)
+
+    def get(**headers: str) -> Any:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return service.client.get(url, headers={"Accept": "application/x-npy", **named})
+
+    etag = get().headers["etag"]
+    unchanged, other = get(If_None_Match=etag), get(If_Match='"other"')
+
+    assert (unchanged.status_code, unchanged.content, unchanged.headers["etag"]) == (304, b"", etag)
+    assert unchanged.headers["cache-control"] == "no-store"
+    assert (other.status_code, other.headers["etag"]) == (412, etag)
+    assert len(conversions) == 1
+    assert [get(If_Match=etag).status_code, get(If_None_Match='"other"').status_code] == [200, 200]
+    assert len(conversions) == 3
+    assert service.leftovers() == []
 
 
 @pytest.mark.parametrize(

@@ -720,3 +720,50 @@ def test_pages_of_micromanager_with_unusable_positions_need_axes(
     with pytest.raises(AmbiguousAxes, match="Micro-Manager"):
         stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT)
     np.testing.assert_array_equal(read_pixels(path, Selection(axes="ZYX"))[0], stack)
+
+
+IMAGEJ_ORDERS = {"xyczt": "tzcyx", "xyzct": "tczyx", "XYCTZ": "ztcyx", "tzc": "cztyx"}
+
+
+@pytest.mark.parametrize("order", IMAGEJ_ORDERS)
+def test_order_of_a_hyperstack_may_name_x_and_y(write_tiff: WriteTiff, order: str) -> None:
+    series = noise(3, 2, 4, 9, 11)
+    planes = np.einsum(f"tczyx->{IMAGEJ_ORDERS[order]}", series).reshape(-1, 9, 11)
+    description = f"ImageJ=1.54f\nimages=24\nchannels=2\nslices=4\nframes=3\nhyperstack=true\norder={order}\n"
+    path = write_tiff(planes, description=description, metadata=None)
+
+    np.testing.assert_array_equal(read_pixels(path, Selection(time=2)), series[2])
+
+
+def test_unknown_order_of_a_hyperstack_is_an_error(write_tiff: WriteTiff) -> None:
+    description = "ImageJ=1.54f\nimages=6\nchannels=2\nslices=3\nhyperstack=true\norder=xyzcw\n"
+    path = write_tiff(noise(6, 9, 11), description=description, metadata=None)
+
+    with pytest.raises(BadFile, match="order=zcw, which is not an order of c, z and t"):
+        read_pixels(path)
+
+
+def test_planes_in_subifds_are_an_error_and_reduced_copies_are_not(tmp_path: Path) -> None:
+    stack = noise(3, 16, 18)
+    for name, sub_pages in (("planes.tif", stack[1:]), ("copies.tif", stack[1:, ::2, ::2])):
+        with tifffile.TiffWriter(tmp_path / name) as writer:
+            writer.write(stack[0], subifds=2, photometric="minisblack", metadata=None)
+            for page in sub_pages:
+                writer.write(page, photometric="minisblack", metadata=None)
+
+    np.testing.assert_array_equal(read_pixels(tmp_path / "copies.tif")[0, 0], stack[0])
+    with pytest.raises(BadFile, match="refers to 2 other images of the same size"):
+        read_pixels(tmp_path / "planes.tif")
+
+
+def test_note_if_ome_declares_another_pixel_type(write_tiff: WriteTiff) -> None:
+    description = (
+        '<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06"><Image ID="Image:0"><Pixels ID="Pixels:0"'
+        ' DimensionOrder="XYZCT" Type="{}" SizeX="11" SizeY="9" SizeZ="3" SizeC="1" SizeT="1"><TiffData/></Pixels>'
+        "</Image></OME>"
+    )
+    for pixel_type, dtype, is_noted in (("int16", "u2", True), ("uint16", "u2", False), ("float", "f4", False)):
+        path = write_tiff(noise(3, 9, 11, dtype=dtype), description=description.format(pixel_type), metadata=None)
+        notes = stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).notes
+
+        assert any("declares pixels of type int16, but the pages have the type uint16" in n for n in notes) == is_noted

@@ -1,5 +1,6 @@
 """Killed workers and drivers: only their unfinished blocks are repeated, and the result is the same."""
 
+import json
 import os
 import signal
 import subprocess
@@ -92,12 +93,19 @@ def test_finished_blocks_are_not_repeated(tmp_path: Path, start) -> None:
 def test_folder_of_another_run_is_rejected(tmp_path: Path, source: Path, start) -> None:
     for strict in (True, False):
         start(options=Options(strict=strict))
-    with pytest.raises(BadParameter, match="a different stack, model, StackSeg version or options"):
+    with pytest.raises(BadParameter, match="a different stack, model or options"):
         start(options=Options(overlap=0.4))
     with pytest.raises(BadParameter, match="contains other files"):
         start(source)
-    (tmp_path / "run" / "plan.json").write_text("{}")
-    with pytest.raises(BadParameter, match="version or options"):
+
+
+@pytest.mark.parametrize("changes", [{"version": "0.0.1"}, {"version": None}])
+def test_run_of_another_version_is_rejected(tmp_path: Path, start, changes: dict[str, str | None]) -> None:
+    start()
+    plan_file = tmp_path / "run" / "plan.json"
+    plan = {key: value for key, value in (json.loads(plan_file.read_bytes()) | changes).items() if value is not None}
+    plan_file.write_text(json.dumps(plan))
+    with pytest.raises(BadParameter, match=r"another version of StackSeg .* Delete the folder to start again"):
         start()
 
 

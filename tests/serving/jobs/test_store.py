@@ -416,3 +416,26 @@ def test_full_database_raises_out_of_storage(store: JobStore) -> None:
     with pytest.raises(OutOfStorage):
         [accept(store, size=1) for _ in range(200)]
     assert len(list_files(store)) == 2 * len(store.list_unfinished()), "rejected jobs must not leave files"
+
+
+def test_job_is_deleted_although_its_result_fills_the_disk(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, running = accept(store), accept(store)
+    finish(store, done)
+    store.begin(running)
+    result_path, execute = store.get_result_path(done), store.database.execute
+
+    def execute_on_full_disk(statement: str, *values: object) -> int:
+        if result_path.exists():
+            raise OutOfStorage("The disk is full.")
+        return execute(statement, *values)
+
+    monkeypatch.setattr(store.database, "execute", execute_on_full_disk)
+    with pytest.raises(OutOfStorage):
+        store.delete(running)
+    assert result_path.exists()
+
+    store.delete(done)
+
+    with pytest.raises(UnknownJob):
+        store.find(done, None)
+    assert list_files(store) == [running, f"{running}/{INPUT_NAME}"]

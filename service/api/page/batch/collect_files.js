@@ -3,17 +3,19 @@
 import { formatCount } from "../core/format.js";
 import { ZipWriter } from "./zip_writer.js";
 
-/** @typedef {{path: string, file: File}} FilePart path: relative to the OME-Zarr folder; for a file, its name */
+/** @typedef {{path: string, file: File}} FilePart path: relative to the OME-Zarr folder, or to the folder of the OIF; for a file, its name */
 /**
  * @typedef {object} FoundFile
  * @property {string} path relative to the dropped or chosen folder
- * @property {FilePart[]} parts one part, or the files of an OME-Zarr folder
+ * @property {FilePart[]} parts one part, or the files of an OME-Zarr folder or of an OIF
  * @property {string} skipReason why the file is not a stack, "" if it can be one
  */
 
 /** Suffixes of the supported formats. Files with other suffixes are stacks if their content is that of a TIFF. */
 const STACK_SUFFIX_PATTERN = /\.(tiff?|tf2|tf8|btf|lsm|stk|czi|nd2|lif|oib|ims|ozx|zip)$/i;
 const ZARR_FOLDER_PATTERN = /^(.*?\.zarr)\/(.+)$/i;
+/** An OIF describes the image, and a folder with the same name contains its planes. */
+const OIF_PATTERN = /^((?:.*\/)?)(([^/]*\.oif)(?:\.files\/.+)?)$/i;
 /** Files and folders that file managers and file servers create. */
 const SYSTEM_NAME_PATTERN = /^(\..*|thumbs\.db|ehthumbs\.db|desktop\.ini|__macosx|@eadir|\$recycle\.bin)$/i;
 const TIFF_SIGNATURES = ["II*\0", "MM\0*", "II+\0", "MM\0+"];
@@ -78,14 +80,23 @@ async function searchEntry(entry, folder, parts) {
   }
 }
 
-/** Group the files of OME-Zarr folders, and find the files that are not stacks. @param {FilePart[]} parts @returns {Promise<FoundFile[]>} sorted by path */
+/** Return the path of the stack to which a file belongs, and the path of the file in it. @param {FilePart} part @returns {[string, string]} */
+function findStack({ path, file }) {
+  const zarr = ZARR_FOLDER_PATTERN.exec(path);
+  if (zarr) return [zarr[1], zarr[2]];
+  const oif = OIF_PATTERN.exec(path);
+  return oif ? [oif[1] + oif[3], oif[2]] : [path, file.name];
+}
+
+/** Group the files of OME-Zarr folders and of OIFs, and find the files that are not stacks. @param {FilePart[]} parts @returns {Promise<FoundFile[]>} sorted by path */
 async function classifyFiles(parts) {
   /** @type {Map<string, FilePart[]>} */
   const groups = new Map();
-  for (const { path, file } of parts) {
-    const match = ZARR_FOLDER_PATTERN.exec(path);
-    const [groupPath, partPath] = match ? [match[1], match[2]] : [path, file.name];
-    groups.set(groupPath, [...(groups.get(groupPath) ?? []), { path: partPath, file }]);
+  for (const part of parts) {
+    const [groupPath, partPath] = findStack(part);
+    const group = groups.get(groupPath) ?? [];
+    group.push({ path: partPath, file: part.file });
+    groups.set(groupPath, group);
   }
   const collator = new Intl.Collator("en", { numeric: true });
   const sortedGroups = [...groups].sort(([first], [second]) => collator.compare(first, second));
@@ -104,6 +115,7 @@ async function findSkipReason(path, parts) {
     return "Created by the operating system or hidden, not a stack.";
   const { file } = parts[0];
   if (parts.length === 1 && file.size === 0) return "The file is empty. Copy or export it again.";
+  if (/\.oif$/i.test(path)) return findOifProblem(path, parts);
   if (/\.zarr$/i.test(path) || STACK_SUFFIX_PATTERN.test(path)) return "";
   try {
     const head = new Uint8Array(await file.slice(0, 4).arrayBuffer());
@@ -114,7 +126,16 @@ async function findSkipReason(path, parts) {
   return "Not a supported image format.";
 }
 
-/** Return the content to upload and its name. An OME-Zarr folder becomes an archive. @param {string} path @param {FilePart[]} parts @param {AbortSignal} signal @returns {Promise<{content: Blob, name: string}>} */
+/** @param {string} path @param {FilePart[]} parts @returns {string} what is missing in an OIF, "" if nothing is */
+function findOifProblem(path, parts) {
+  const name = path.split("/").at(-1) ?? path;
+  const hasFile = parts.some((part) => part.path === name);
+  if (hasFile && parts.length > 1) return "";
+  const missing = hasFile ? `the folder ${name}.files` : `the file ${name}`;
+  return `An OIF file and its folder belong together, but ${missing} is missing. Choose the folder that contains both.`;
+}
+
+/** Return the content to upload and its name. An OME-Zarr folder or an OIF becomes an archive. @param {string} path @param {FilePart[]} parts @param {AbortSignal} signal @returns {Promise<{content: Blob, name: string}>} */
 export async function packStack(path, parts, signal) {
   const name = path.split("/").at(-1) ?? path;
   if (parts.length === 1 && parts[0].path === name) return { content: parts[0].file, name };

@@ -139,7 +139,7 @@ export function getFileName(path) {
 /** @param {string} path @returns {string} path without the suffix of a stack */
 export function getStem(path) {
   return path.replace(
-    /(\.ome)?\.(tiff?|tf2|tf8|btf|lsm|stk|czi|nd2|lif|oib|oif\.zip|ims|ozx|zarr|zarr\.zip|zip)$/i,
+    /(\.ome)?\.(tiff?|tf2|tf8|btf|lsm|stk|czi|nd2|lif|oib|oif|oif\.zip|ims|ozx|zarr|zarr\.zip|zip)$/i,
     "",
   );
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -114,6 +114,19 @@ def read_plain_pages(tiff: TiffFile, structure: Structure) -> StoredImage:
         pages=pages,
         notes=make_choice_notes(len(groups), ""),
     )
+
+
+def check_sub_pages(page: TiffPage) -> None:
+    """Raise BadFile if a page refers to other planes of its size. Usually, it refers to reduced copies of itself."""
+    sub_pages: list[TiffPage] = []
+    with suppress(*DECODING_ERRORS):
+        sub_pages += [sub_page.aspage() for sub_page in page.pages or ()]
+    count = len(page_loader.group_by_format(sub_pages).get(page_loader.PageFormat.from_page(page), ()))
+    if count and not page.is_reduced:
+        raise BadFile(
+            f"The first page of the file refers to {count} other images of the same size (SubIFDs), which are not read."
+            " They may be planes of the stack. Save the planes as one page each."
+        )
 
 
 def make_choice_notes(image_count: int, image_name: str) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ DEFAULT_DIAMETER, NUCLEI_DIAMETER = 30.0, 17.0
 NUCLEI_FILE = "nucleitorch_0"
 # Diameters that are plausible in a file.
 MIN_DIAMETER, MAX_DIAMETER = 1.0, 1000.0
+# Outputs of Omnipose for planes: two flows, the distance and the boundary.
+NUM_OMNIPOSE_OUTPUTS = 4
 # Planes per window, and edge lengths of a tile of the residual network.
 NUM_PLANES, TILE = 4, 224
 FLOW_OUTPUTS = ("flow z", "flow y", "flow x")
@@ -144,7 +146,18 @@ def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
         )
     if tensors[FIRST_LAYER].dim() != 4:
         raise UnsupportedPackage(f"{path.name} is a model of Cellpose with 3D convolutions, which is not supported.")
-    num_outputs = tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0
+    _check_outputs(path, tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0)
+
+
+def _check_outputs(path: Path, num_outputs: int) -> None:
+    """Raise UnsupportedPackage for residual networks whose outputs are not those of Cellpose."""
+    if num_outputs == NUM_OMNIPOSE_OUTPUTS or "omni" in path.name.lower():
+        # Networks of Omnipose without an output for boundaries have the same tensors as those of Cellpose.
+        raise UnsupportedPackage(
+            f"{path.name} is a model of Omnipose, which predicts distances instead of the probability of objects, and "
+            "is not supported. Import a model of Cellpose such as cyto3. If it is not a model of Omnipose, rename the "
+            "file without 'omni'."
+        )
     if num_outputs != 3:
         raise UnsupportedPackage(
             f"{path.name} is a model of Cellpose with {num_outputs} outputs instead of 3. Denoising, deblurring and"

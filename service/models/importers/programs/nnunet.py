@@ -45,8 +45,13 @@ OFFICIAL_TRAINER = re.compile(r"nnUNetTrainer(_\d+epochs?)?(_?NoMirroring|NoDeep
 
 
 def is_package(root: Path) -> bool:
-    """Return whether a folder is, or contains, a folder of a trained model."""
-    return bool(_list_model_folders(root))
+    """Return whether a folder is, or contains, a folder of a trained model, also of nnU-Net 1."""
+    return bool(_list_model_folders(root)) or _has_version_1(root)
+
+
+def _has_version_1(root: Path) -> bool:
+    """Return whether a folder contains a model of nnU-Net 1, whose results are in nnUNet/CONFIGURATION/TASK/TRAINER."""
+    return any(any(root.glob(f"{folders}plans.pkl")) for folders in ("", "*__*/", "Task*/*__*/", "nnUNet/*/*/*__*/"))
 
 
 def read(root: Path) -> Draft:
@@ -119,12 +124,24 @@ def _list_model_folders(root: Path) -> list[str]:
     return sorted(str(folder.relative_to(root)) for folder in folders if any(folder.glob("fold_*/checkpoint_*.pth")))
 
 
+def _find_model_folders(root: Path) -> list[str]:
+    """Return the folders like `_list_model_folders`. Raises UnsupportedPackage if the only models are of nnU-Net 1."""
+    folders = _list_model_folders(root)
+    if not folders:
+        raise UnsupportedPackage(
+            "The folder contains a model of nnU-Net 1 (plans.pkl), which is not supported. Train the model again with "
+            "nnU-Net 2, or export its network with torch.onnx.export and import the ONNX file."
+        )
+    return folders
+
+
 def _choose_folder(root: Path) -> tuple[str, list[str]]:
     """Return the folder of the model to import, and the other folders of models.
 
-    Raises UnsupportedPackage if the choice is ambiguous. The preferred configuration is `3d_fullres`.
+    Raises UnsupportedPackage if the choice is ambiguous, or the only models are of nnU-Net 1. The preferred
+    configuration is `3d_fullres`.
     """
-    folders = _list_model_folders(root)
+    folders = _find_model_folders(root)
     if len(folders) == 1:
         return folders[0], []
     configurations = {folder: folder.rpartition("__")[2] for folder in folders}

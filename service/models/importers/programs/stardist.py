@@ -100,7 +100,10 @@ def _check_kind(config: Fields) -> None:
     if "n_rays" not in config:
         raise UnsupportedPackage(f"{CONFIG_FILE}: n_rays is missing, so this is not a StarDist model.")
     if config.get("n_dim") != 3:
-        raise UnsupportedPackage(f"{CONFIG_FILE}: n_dim is {config.get('n_dim')!r}; only 3D models are supported.")
+        raise UnsupportedPackage(
+            f"{CONFIG_FILE}: n_dim is {config.get('n_dim')!r}; only 3D models are supported. Train a StarDist3D model, "
+            "or import a model of Cellpose, whose networks for planes can segment stacks."
+        )
     if config.get("axes") not in ("ZYX", "ZYXC"):
         raise UnsupportedPackage(f"{CONFIG_FILE}: axes: expected ZYX or ZYXC, not {config.get('axes')!r:.80}.")
     if config.get("backbone") not in ARCHITECTURES:

@@ -79,6 +79,11 @@ def test_archive_with_damaged_compressed_member_is_not_claimed(tmp_path):
     assert not cellpose.is_supported(path)
 
 
+def test_model_of_omnipose_with_the_outputs_of_cellpose_is_refused_by_its_name(tmp_path):
+    with pytest.raises(UnsupportedPackage, match=r"cyto_omni_nclasses_2 is a model of Omnipose.*rename the file"):
+        cellpose.read_file(save(tmp_path, "cyto_omni_nclasses_2"))
+
+
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
         content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content
@@ -90,6 +95,7 @@ def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     [
         ({"output__2__weight": torch.zeros(1, 6, 1, 1)}, "1 outputs.*Denoising"),
         ({"output__2__weight": torch.tensor(0.0)}, "0 outputs"),
+        ({"output__2__weight": torch.zeros(4, 6, 1, 1)}, "a model of Omnipose"),
         ({FIRST.replace(".", "__"): torch.zeros(6, 2, 3, 3, 3)}, "3D convolutions"),
         ({FIRST.replace(".", "__"): None}, "network that is not supported"),
         ({"encoder__cls_token": torch.zeros(1)}, "Cellpose-DINO"),

@@ -305,3 +305,14 @@ def test_networks_run_in_bfloat16(tmp_path: Path) -> None:
     network = load_network(import_model(DATA / RESIDUAL, tmp_path, {}).spec).to(torch.bfloat16)
     with torch.inference_mode():
         assert network(torch.zeros(1, 2, 16, 28, 10, dtype=torch.bfloat16)).isfinite().all()
+
+
+@pytest.mark.parametrize("folder", [".", "nnUNetTrainerV2__nnUNetPlansv2.1", "nnUNet/3d_fullres/Task001_Cells/A__B"])
+def test_model_of_nnunet_1_is_refused_by_name(folder: str, tmp_path: Path) -> None:
+    fold = tmp_path / "results" / folder / "fold_0"
+    fold.mkdir(parents=True)
+    (fold.parent / "plans.pkl").write_bytes(b"\x80\x04.")
+    (fold / "model_final_checkpoint.model").write_bytes(b"PK")
+
+    with pytest.raises(UnsupportedPackage, match=r"nnU-Net 1 \(plans.pkl\).*Train the model again with nnU-Net 2"):
+        import_model(tmp_path / "results", tmp_path / "models", {})

@@ -67,7 +67,7 @@ def test_heads_for_classes_are_ignored_with_a_note(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_dim": 2}, "n_dim is 2"),
+        ({"n_dim": 2}, "n_dim is 2.*Train a StarDist3D model"),
         ({"n_rays": None}, "n_rays is missing"),
         ({"axes": "XYZC"}, "axes"),
         ({"backbone": "mrcnn"}, "backbone"),

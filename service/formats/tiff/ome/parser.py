@@ -1,59 +1,45 @@
-"""Parse the OME-XML of an OME-TIFF: its images, and the page that contains each plane.
-
-Schema: OME 2016-06, https://docs.openmicroscopy.org/ome-model/. Only this module parses XML. It rejects entities and
-document type declarations, and never follows references to other files.
-"""
+"""Find the images of an OME-TIFF in its OME-XML, and the page that contains each plane."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-from xml.etree.ElementTree import Element, ParseError
+from xml.etree.ElementTree import Element
 
 import numpy as np
-from defusedxml import DefusedXmlException  # type: ignore[import-untyped]
-from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
 from tifffile import TiffPage
 
-from service.core.errors import BadFile
+from service.formats.tiff.ome.document import (
+    InconsistentOme,
+    OmeDetails,
+    UnusableOme,
+    find_children,
+    get_local_name,
+    parse_integer,
+    parse_root,
+    read_pixels_details,
+)
 from service.formats.tiff.planes import missing
 
 # Length of the beginning of a document that contains its root element.
 _MAX_HEAD_CHARS = 4000
+# Names of pixel types that differ from those of NumPy.
+_NUMPY_TYPES = {"float": "float32", "double": "float64", "complex": "complex64", "double-complex": "complex128"}
 
 
-class InconsistentOme(Exception):
-    """OME-XML that contradicts itself or the pages. Planes can be read without it if the request specifies axes.
-
-    The message is a sentence, and `advice` has the other arguments of `BadFile`. This package handles the exception.
-    """
-
-    def __init__(self, message: str, **advice: Any) -> None:
-        super().__init__(message)
-        self.advice = advice
-
-
-class UnusableOme(Exception):
-    """OME-XML that does not describe the pages. The message is a clause. This package handles the exception."""
-
-
-@dataclass(frozen=True)
-class OmeImage:
+@dataclass(frozen=True, kw_only=True)
+class OmeImage(OmeDetails):
     """One Image element.
 
-    axes                 axes other than Y and X, slowest first
-    shape                lengths along these axes; the length along C does not include the samples of a pixel
-    samples_per_pixel    number of samples per pixel (3 for RGB)
-    page_indices         index of the page of each plane, in C order of `shape`
-    declared_count       number of planes that the metadata declares
-    stored_count         number of planes that the file has; if it is smaller, `shape` is the complete part of the stack
-    channel_names        name of each channel, or ""
-    colors               Color attribute of each channel as written, or ""
-    physical_sizes       PhysicalSizeZ, PhysicalSizeY and PhysicalSizeX as written, or ""
-    physical_size_units  units of `physical_sizes`, or "µm" if not specified
-    time_increment       TimeIncrement as written, or "", and its unit
+    axes               axes other than Y and X, slowest first
+    shape              lengths along these axes; the length along C does not include the samples of a pixel
+    samples_per_pixel  number of samples per pixel (3 for RGB)
+    pixel_type         Type as written, or ""
+    page_indices       index of the page of each plane, in C order of `shape`
+    declared_count     number of planes that the metadata declares
+    stored_count       number of planes that the file has; if it is smaller, `shape` is the complete part of the stack
     """
 
     name: str
@@ -62,14 +48,10 @@ class OmeImage:
     size_y: int
     size_x: int
     samples_per_pixel: int
+    pixel_type: str
     page_indices: tuple[int, ...]
     declared_count: int
     stored_count: int
-    channel_names: tuple[str, ...]
-    colors: tuple[str, ...]
-    physical_sizes: tuple[str, ...]
-    physical_size_units: tuple[str, ...]
-    time_increment: tuple[str, str]
 
     @property
     def page_lengths(self) -> dict[str, int]:
@@ -80,6 +62,20 @@ class OmeImage:
         """Return whether a page has the declared size."""
         stored_lengths = dict(zip(page.axes, page.shape, strict=True))
         return all(stored_lengths.get(axis, 1) == length for axis, length in self.page_lengths.items())
+
+    def get_notes(self, page: TiffPage) -> tuple[str, ...]:
+        """Return notes for missing planes, and for a page with another data type than the document declares."""
+        notes = list[str]()
+        if self.stored_count < self.declared_count:
+            counts = self.declared_count, self.stored_count, len(self.page_indices)
+            notes.append(missing.make_incomplete_note("OME-XML", *counts))
+        declared_type = _NUMPY_TYPES.get(self.pixel_type, self.pixel_type)
+        if page.dtype is not None and declared_type not in {"", "bit", page.dtype.name}:
+            notes.append(
+                f"The OME-XML declares pixels of type {declared_type[:16]}, but the pages have the type"
+                f" {page.dtype.name}, which is used. If the intensities are wrong, export the file again."
+            )
+        return tuple(notes)
 
 
 def has_unreadable_document(page: TiffPage) -> bool:
@@ -107,8 +103,8 @@ def parse(ome_xml: str, page_count: int, page_samples: int = 1, *, allow_incompl
     Raises BadFile if the XML declares entities, contradicts itself, or declares planes that the file does not have.
     Raises UnusableOme if the XML is malformed, points to another file, or describes planes in other files.
     """
-    root = _parse_root(ome_xml)
-    tags = {_get_local_name(element) for element in root.iter()}
+    root = parse_root(ome_xml)
+    tags = {get_local_name(element) for element in root.iter()}
     if "BinaryOnly" in tags:
         raise UnusableOme("its OME-XML only points to another file, and referenced files are never opened")
     if any(tag.startswith("ModuloAlong") for tag in tags):
@@ -119,10 +115,22 @@ def parse(ome_xml: str, page_count: int, page_samples: int = 1, *, allow_incompl
             " whole image, export the set as one file"
         )
     pages = _Pages(page_count, page_samples, allow_incomplete)
-    images = [_parse_image(element, pages) for element in root if _get_local_name(element) == "Image"]
+    images = [_parse_image(element, pages) for element in root if get_local_name(element) == "Image"]
     if not images:
         raise UnusableOme("its OME-XML does not describe an image")
+    _check_distinct_pages(images)
     return images
+
+
+def _check_distinct_pages(images: Sequence[OmeImage]) -> None:
+    """Raise InconsistentOme if a page is assigned to several planes. Programs write this if they omit the IFD."""
+    page, count = Counter(index for image in images for index in image.page_indices).most_common(1)[0]
+    if count > 1:
+        raise InconsistentOme(
+            f"The OME-XML assigns page {page} to {count} planes. Export the file again, or set axes to read the pages"
+            " in their order in the file, for example axes=ZYX.",
+            parameter="axes",
+        )
 
 
 @dataclass(frozen=True)
@@ -134,54 +142,16 @@ class _Pages:
     may_be_incomplete: bool
 
 
-def _parse_root(ome_xml: str) -> Element:
-    try:
-        root: Element = fromstring(ome_xml, forbid_dtd=True)
-    except DefusedXmlException as error:
-        raise BadFile(
-            "The OME-XML contains a document type declaration or entities, which are not supported. Remove them."
-        ) from error
-    except (ParseError, ValueError) as error:
-        raise UnusableOme(f"its OME-XML is not well-formed ({error})") from error
-    return root
-
-
 def _has_planes_in_other_files(root: Element) -> bool:
     """Return whether planes are in other files. UUIDs are compared, because the files may have been renamed."""
-    elements = [element for element in root.iter() if _get_local_name(element) == "TiffData"]
-    uuids = {
-        _find_children(element, "UUID")[0].text if _find_children(element, "UUID") else None for element in elements
-    }
+    elements = [element for element in root.iter() if get_local_name(element) == "TiffData"]
+    uuids = {find_children(element, "UUID")[0].text if find_children(element, "UUID") else None for element in elements}
     own_uuid = root.get("UUID")
     return len(uuids) > 1 if own_uuid is None else bool(uuids - {own_uuid, None})
 
 
-def _get_local_name(element: Element) -> str:
-    return element.tag.rpartition("}")[2]
-
-
-def _find_children(element: Element, name: str) -> list[Element]:
-    return [child for child in element if _get_local_name(child) == name]
-
-
-def _parse_integer(element: Element, attribute: str, default: int | None = None) -> int:
-    text = element.get(attribute)
-    if text is None and default is not None:
-        return default
-    try:
-        value = int(text or "")
-    except ValueError:
-        value = -1
-    if value < 0:
-        raise InconsistentOme(
-            f"The OME-XML is damaged: {_get_local_name(element)} has the invalid value {attribute}={text!r}."
-            " Export the file again."
-        )
-    return value
-
-
 def _parse_image(element: Element, pages: _Pages) -> OmeImage:
-    children = _find_children(element, "Pixels")
+    children = find_children(element, "Pixels")
     if len(children) != 1:
         raise InconsistentOme(
             "The OME-XML is damaged: an Image element must have exactly one Pixels element. Export the file again."
@@ -190,29 +160,26 @@ def _parse_image(element: Element, pages: _Pages) -> OmeImage:
     order = pixels.get("DimensionOrder", "")
     if sorted(order) != sorted("XYZCT") or order[:2] != "XY":
         raise InconsistentOme(f"The OME-XML is damaged: DimensionOrder={order!r} is not valid. Export the file again.")
-    channels = _find_children(pixels, "Channel")
-    samples_per_pixel = _count_samples(channels, _parse_integer(pixels, "SizeC"), pages.samples)
+    channels = find_children(pixels, "Channel")
+    samples_per_pixel = _count_samples(channels, parse_integer(pixels, "SizeC"), pages.samples)
     axes = order[:1:-1]
-    shape = tuple(_parse_integer(pixels, f"Size{axis}") // (samples_per_pixel if axis == "C" else 1) for axis in axes)
+    shape = tuple(parse_integer(pixels, f"Size{axis}") // (samples_per_pixel if axis == "C" else 1) for axis in axes)
     declared_count = math.prod(shape)
     _check_plane_count(declared_count, pages)
-    page_by_plane = _parse_pages(_find_children(pixels, "TiffData"), axes, shape, pages)
+    page_by_plane = _parse_pages(find_children(pixels, "TiffData"), axes, shape, pages)
     used_shape, page_indices = _arrange_pages(page_by_plane, axes, shape, pages)
     return OmeImage(
         name=element.get("Name", ""),
         axes=axes,
         shape=used_shape,
-        size_y=_parse_integer(pixels, "SizeY"),
-        size_x=_parse_integer(pixels, "SizeX"),
+        size_y=parse_integer(pixels, "SizeY"),
+        size_x=parse_integer(pixels, "SizeX"),
         samples_per_pixel=samples_per_pixel,
         page_indices=page_indices,
         declared_count=declared_count,
         stored_count=len(page_by_plane),
-        channel_names=tuple(channel.get("Name", "") for channel in channels),
-        colors=tuple(channel.get("Color", "") for channel in channels),
-        physical_sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
-        physical_size_units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
-        time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
+        pixel_type=pixels.get("Type", ""),
+        **vars(read_pixels_details(pixels, channels)),
     )
 
 
@@ -228,7 +195,7 @@ def _count_samples(channels: list[Element], size_c: int, page_samples: int) -> i
 
     SamplesPerPixel is optional. If no channel has more than one sample according to the document, the pages decide.
     """
-    sample_counts = {_parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
+    sample_counts = {parse_integer(channel, "SamplesPerPixel", 1) for channel in channels} or {1}
     if len(sample_counts) > 1:
         raise UnusableOme("its OME-XML has channels with different numbers of samples")
     sample_count = max(1, *sample_counts)
@@ -275,9 +242,9 @@ def _arrange_pages(
 def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], pages: _Pages) -> tuple[int, int, int]:
     """Return the first plane, its page, and the number of consecutive planes. Raises BadFile."""
     plane_count, first_plane = math.prod(shape), _parse_first_plane(element, axes, shape)
-    first_page = _parse_integer(element, "IFD", 0)
-    count = _parse_integer(
-        element, "PlaneCount", _parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
+    first_page = parse_integer(element, "IFD", 0)
+    count = parse_integer(
+        element, "PlaneCount", parse_integer(element, "NumPlanes", 0 if element.get("IFD") is None else 1)
     )
     count = count or min(plane_count - first_plane, pages.count - first_page)
     if pages.may_be_incomplete and first_plane + count <= plane_count:
@@ -294,7 +261,7 @@ def _parse_tiff_data(element: Element, axes: str, shape: tuple[int, ...], pages:
 def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> int:
     plane = 0
     for axis, length in zip(axes, shape, strict=True):
-        index = _parse_integer(element, f"First{axis}", 0)
+        index = parse_integer(element, f"First{axis}", 0)
         if index >= length:
             raise InconsistentOme(
                 f"The OME-XML is damaged: First{axis}={index}, but the length along {axis} is {length}."
@@ -302,42 +269,3 @@ def _parse_first_plane(element: Element, axes: str, shape: tuple[int, ...]) -> i
             )
         plane = plane * length + index
     return plane
-
-
-@dataclass(frozen=True)
-class OmeDetails:
-    """Attributes of an image that do not depend on its pages. See `OmeImage`."""
-
-    physical_sizes: tuple[str, ...] = ("", "", "")
-    physical_size_units: tuple[str, ...] = ("µm", "µm", "µm")
-    channel_names: tuple[str, ...] = ()
-    colors: tuple[str, ...] = ()
-    time_increment: tuple[str, str] = ("", "s")
-
-
-def read_details(ome_xml: str) -> OmeDetails:
-    """Read the details of the largest image from OME-XML that may not describe the pages of the file.
-
-    Returns no details if the XML is not usable.
-    """
-    try:
-        elements = list(_parse_root(ome_xml).iter()) if "OME" in ome_xml[:2000] else []
-    except (BadFile, UnusableOme):
-        return OmeDetails()
-    candidates = [element for element in elements if _get_local_name(element) == "Pixels"]
-    if not candidates:
-        return OmeDetails()
-    pixels = max(candidates, key=_count_voxels)
-    channels = _find_children(pixels, "Channel")
-    return OmeDetails(
-        physical_sizes=tuple(pixels.get(f"PhysicalSize{axis}", "") for axis in "ZYX"),
-        physical_size_units=tuple(pixels.get(f"PhysicalSize{axis}Unit", "µm") for axis in "ZYX"),
-        channel_names=tuple(channel.get("Name", "") for channel in channels),
-        colors=tuple(channel.get("Color", "") for channel in channels),
-        time_increment=(pixels.get("TimeIncrement", ""), pixels.get("TimeIncrementUnit", "s")),
-    )
-
-
-def _count_voxels(pixels: Element) -> int:
-    lengths = [pixels.get(f"Size{axis}", "") for axis in "XYZCT"]
-    return math.prod(int(length) if length.isdecimal() and len(length) < 10 else 1 for length in lengths)

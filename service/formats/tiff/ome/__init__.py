@@ -1,0 +1,1 @@
+"""OME-XML in OME-TIFF files."""
