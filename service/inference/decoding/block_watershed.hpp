@@ -15,7 +15,7 @@
 
 #include "height_keys.hpp"
 #include "passes.hpp"
-#include "thread_pool.hpp"
+#include "parallel.hpp"
 
 namespace {
 
@@ -56,13 +56,13 @@ public:
     parts_.resize(parts);
     maxima_.resize(4 * plane_ * threads_);
     run(parts, [&](int64_t part, int worker) { trace_paths(part, worker); });
-    const int64_t first_piece = add_pieces();
-    limits_.resize(ends_.size());
-    run(parts, [&](int64_t part, int) { set_limits(first_piece, part); });
+    add_pieces();
     run(parts, [&](int64_t part, int) { follow_paths(part); });
-    run(parts, [&](int64_t part, int worker) { find_passes(part, worker); });
+    run(parts, [&](int64_t part, int worker) {
+      find_passes(part, worker);
+      write_pieces(part);
+    });
     collect_passes();
-    run(planes_ - 2, [&](int64_t z, int) { write_pieces(z + 1); });
   }
 
   // Pieces by number, from 1.
@@ -77,12 +77,13 @@ private:
 
   // Consecutive planes of the block, which one thread processes.
   struct Part {
-    int64_t first, count, first_near_peak;    // foreground voxels: a range of `positions_`
-    std::vector<int32_t> maxima, exits;       // positions of maxima, and of voxels outside the block where paths end
+    int64_t first_plane, end_plane;
+    int64_t first, count, first_near_peak; // foreground voxels: a range of `positions_`
+    std::vector<int32_t> maxima, exits;    // positions of maxima, and of voxels outside the block where paths end
   };
 
-  template <typename Work> void run(int64_t count, Work &&work) const {
-    ThreadPool::get().run(threads_, count, std::forward<Work>(work));
+  template <typename Work> void run(int64_t count, const Work &work) const {
+    run_parallel(threads_, count, work);
   }
 
   bool is_outside(int64_t z, int64_t y) const { return z == 0 || z == planes_ - 1 || y == 0 || y == rows_ - 1; }
@@ -113,15 +114,16 @@ private:
     }
   }
 
-  // Writes the pieces of one plane of the block; 0 is the background.
-  void write_pieces(int64_t z) const {
-    for (int64_t y = 1; y < rows_ - 1; ++y) {
-      const int64_t row = z * plane_ + y * width_ + 1;
-      const int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
-      int32_t *const to = area_pieces_ + area_.offset({box_.first[0] + z - 1, box_.first[1] + y - 1, box_.first[2]});
-      for (int64_t x = 0; x < width_ - 2; ++x)
-        to[x] = keys[x] == BACKGROUND_KEY ? 0 : pieces[x];
-    }
+  // Writes the pieces of a part of the block; 0 is the background.
+  void write_pieces(int64_t number) const {
+    for (int64_t z = parts_[number].first_plane; z < parts_[number].end_plane; ++z)
+      for (int64_t y = 1; y < rows_ - 1; ++y) {
+        const int64_t row = z * plane_ + y * width_ + 1;
+        const int32_t *const keys = keys_.get() + row, *const pieces = pieces_.get() + row;
+        int32_t *const to = area_pieces_ + area_.offset({box_.first[0] + z - 1, box_.first[1] + y - 1, box_.first[2]});
+        for (int64_t x = 0; x < width_ - 2; ++x)
+          to[x] = keys[x] == BACKGROUND_KEY ? 0 : pieces[x];
+      }
   }
 
   // Returns the flat index in the volume of a position in the padded block.
@@ -137,7 +139,7 @@ private:
     part.maxima.clear(), part.exits.clear();
     const int64_t planes = planes_ - 2, parts = static_cast<int64_t>(parts_.size());
     const int64_t first = 1 + planes * number / parts, end = 1 + planes * (number + 1) / parts;
-    part.first = first * plane_, part.count = 0;
+    part.first_plane = first, part.end_plane = end, part.first = first * plane_, part.count = 0;
     const bool is_cut_along_x = box_.first[2] > 0 || box_.end[2] < volume_[2];
     const int32_t *const keys = keys_.get();
     int32_t *const maxima = maxima_.get() + worker * 4 * plane_;
@@ -179,9 +181,8 @@ private:
     return x == 0 || x == width_ - 1 || is_outside(position / plane_, position % plane_ / width_);
   }
 
-  // Adds a piece for each end of a path; returns the number of the first one.
-  int64_t add_pieces() {
-    const int64_t first_piece = static_cast<int64_t>(ends_.size());
+  // Adds a piece for each end of a path.
+  void add_pieces() {
     for (const Part &part : parts_) {
       for (const int32_t position : part.maxima)
         add_piece(position);
@@ -189,20 +190,14 @@ private:
         if (pieces_.get()[position] == UNKNOWN)
           add_piece(position);
     }
-    return first_piece;
   }
 
   int32_t add_piece(int32_t position) {
     const int32_t piece = static_cast<int32_t>(ends_.size());
-    ends_.push_back({get_position(position), keys_.get()[position]});
+    const int32_t key = keys_.get()[position];
+    ends_.push_back({get_position(position), key});
+    limits_.push_back(persistence_.lowest_pass_key(key));
     return pieces_.get()[position] = piece;
-  }
-
-  // Sets the limits of a part of the pieces from `first_piece`.
-  void set_limits(int64_t first_piece, int64_t part) {
-    const int64_t count = static_cast<int64_t>(ends_.size()) - first_piece, parts = static_cast<int64_t>(parts_.size());
-    for (int64_t piece = first_piece + count * part / parts; piece < first_piece + count * (part + 1) / parts; ++piece)
-      limits_[piece] = persistence_.lowest_pass_key(ends_[piece].key);
   }
 
   // Follows every path to its end, and adds up the voxels of each piece. Voxels near the peaks of their pieces are moved to
@@ -307,7 +302,7 @@ private:
   std::vector<PassTable> tables_;
   std::vector<Piece> ends_;
   // Passes with keys below the entry of a piece are irrelevant to the piece.
-  std::vector<int32_t> limits_;
+  std::vector<int32_t> limits_ = {0};
   std::vector<Pass> passes_;
 };
 

@@ -58,7 +58,7 @@ void stackseg_pieces(void *watershed, int64_t *counts, const Piece **pieces, con
 void stackseg_look_up(const int32_t *pieces, int64_t voxels, const void *label_of_piece, void *labels, int32_t bytes,
                       int32_t threads) {
   constexpr int64_t VOXELS_PER_PART = int64_t(1) << 18;
-  ThreadPool::get().run(threads, (voxels + VOXELS_PER_PART - 1) / VOXELS_PER_PART, [&](int64_t part, int) {
+  run_parallel(threads, (voxels + VOXELS_PER_PART - 1) / VOXELS_PER_PART, [&](int64_t part, int) {
     const int64_t end = std::min(voxels, (part + 1) * VOXELS_PER_PART);
     for (int64_t voxel = part * VOXELS_PER_PART; voxel < end; ++voxel)
       if (bytes == 2)
