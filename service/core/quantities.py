@@ -157,6 +157,13 @@ class Diameter:
         description = f"{width} {self.unit} wide"
         return description if width == depth else f"{description} and {depth} {self.unit} deep"
 
+    def scale(self, ratio: float) -> Diameter:
+        """Return the diameter multiplied by a ratio along each axis."""
+        if len(self.lengths) == 1:
+            return Diameter((ratio * self.lengths[0],), self.unit)
+        z, y, x = self.lengths
+        return Diameter((ratio * z, ratio * y, ratio * x), self.unit)
+
     def to_voxels(self, voxel_size: VoxelSize | None) -> tuple[float, float, float] | None:
         """Return the diameters along (z, y, x) in voxels.
 

@@ -156,8 +156,8 @@ class DiameterEstimate(NamedTuple):
                 return describe_default_diameter(self.diameter)
             return (
                 f"Objects seem to be {self.diameter.describe()} ({self.num_objects} objects in {self.num_windows}"
-                " windows). The confidence is higher than with the diameter of the stacks that the model was trained"
-                f" on, {self.default}. If this is wrong, set diameter={self.default}."
+                f" windows), which suits the model better than {self.default}, the diameter of the stacks that it was"
+                f" trained on. If this is wrong, set diameter={self.default}."
             )
         if self.trial is not None:
             limit_note = " Smaller diameters were not tried." if self.trial.is_smallest_diameter else ""

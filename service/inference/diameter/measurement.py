@@ -6,9 +6,10 @@ import hashlib
 import math
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from service.core.buffers import LARGE_ARRAY_BYTES
-from service.core.quantities import Diameter
+from service.core.quantities import Diameter, Size
 from service.core.types import Extent, Volume
 from service.inference.diameter.estimation import (
     MATCHING_DIAMETER_RATIO,
@@ -18,7 +19,13 @@ from service.inference.diameter.estimation import (
     WINDOWS_PER_PROBE,
     DiameterEstimator,
 )
-from service.inference.diameter.scale_probe import are_close, choose_better_probe
+from service.inference.diameter.scale_probe import (
+    EQUAL_SCALE_RATIO,
+    LOG_ODDS_TOLERANCE,
+    ScaleProbe,
+    are_close,
+    choose_better_probe,
+)
 from service.inference.diameter.window_selection import rank_by_contrast
 from service.inference.preprocessing.normalize import VolumeChannel
 from service.inference.preprocessing.resample import compute_scale_factors
@@ -30,6 +37,10 @@ from service.models.spec import ModelSpec
 # their training stacks need only a confidence of that score.
 CLEAR_CONFIDENCE = 0.9
 
+# Maximum ratio by which the default diameter is corrected. Most objects that are much smaller or larger would not be
+# found at the default diameter.
+MAX_CORRECTION_RATIO = 1.5
+
 # Maximum number of stacks whose diameter estimates are cached.
 MAX_CACHED_STACKS = 1024
 
@@ -40,7 +51,8 @@ def measure_diameter(
     """Estimate the object diameter in the normalized image of a volume.
 
     default  default diameter of a model with calibrated confidence. It is returned unless the objects look clearly more
-             like the objects that the model knows if the estimate is used. None: return the estimate
+             like the objects that the model knows if the estimate is used, or have another size where the confidence is
+             as high as in training. None: return the estimate
 
     The result is deterministic. Raises BadParameter if the default diameter is implausible for the volume, and the same
     errors as `score_windows`.
@@ -57,7 +69,10 @@ def measure_diameter(
 def _find_better_estimate(
     estimator: DiameterEstimator, image: Image, volume: Extent, spec: ModelSpec, default: Diameter
 ) -> DiameterEstimate | None:
-    """Return the estimate if its confidence is clearly higher than at the default diameter, else None."""
+    """Return an estimate that suits the stack clearly better than the default diameter, or None.
+
+    If the confidence at the default diameter is as high as in training, the estimate is measured at that diameter.
+    """
     default_factors = compute_scale_factors(volume, spec, default)
     if math.prod(default_factors) * MAX_SCALE_RATIO**3 < math.prod(compute_scale_factors(volume, spec)):
         # The windows would show too many voxels of the stack.
@@ -66,7 +81,7 @@ def _find_better_estimate(
     default_probe = estimator.probe(centers, default_factors, WINDOWS_PER_PROBE)
     expected_f1 = CLEAR_CONFIDENCE if spec.lineage is None else spec.lineage.after
     if (default_probe.confidence or 0.0) >= min(expected_f1, CLEAR_CONFIDENCE):
-        return None
+        return _correct_default(estimator, centers, default_probe, spec, default)
     estimate = estimator.estimate(centers)
     if estimate.diameter is None:
         return None
@@ -78,6 +93,29 @@ def _find_better_estimate(
         # Parts of objects that are cut off by the windows can have a high confidence.
         return None
     return None if choose_better_probe(default_probe, [probe], MIN_LOG_ODDS_GAIN) is None else estimate
+
+
+def _correct_default(
+    estimator: DiameterEstimator, centers: Sequence[Size], default_probe: ScaleProbe, spec: ModelSpec, default: Diameter
+) -> DiameterEstimate | None:
+    """Return the diameter of the objects that are found at the default diameter, or None if it is about the default.
+
+    If the default diameter is too large, small objects are missed, although the others are found reliably. The ratios
+    between depth, height and width remain, because they were measured in annotated objects.
+    """
+    if default_probe.num_objects < MIN_OBJECTS or spec.input.diameter is None:
+        return None
+    ratio = math.prod(default_probe.extents) ** (1 / 3) / spec.input.diameter
+    if not EQUAL_SCALE_RATIO <= max(ratio, 1 / ratio) <= MAX_CORRECTION_RATIO:
+        return None
+    z, y, x = default_probe.factors
+    probe = estimator.probe(centers, (z / ratio, y / ratio, x / ratio), WINDOWS_PER_PROBE)
+    if probe.num_objects < MIN_OBJECTS or probe.fit <= default_probe.fit:
+        return None
+    if probe.log_odds < default_probe.log_odds - LOG_ODDS_TOLERANCE:
+        return None
+    diameter, num_windows = default.scale(ratio), default_probe.num_windows + probe.num_windows
+    return DiameterEstimate(diameter, matches_model=False, num_objects=probe.num_objects, num_windows=num_windows)
 
 
 class DiameterCache:

@@ -102,6 +102,27 @@ def test_a_few_windows_are_enough_if_the_confidence_at_the_default_diameter_is_a
     assert (found.diameter, window_count) == (default, 4)
 
 
+@pytest.mark.parametrize("lengths", [(17.5,), (10.5, 9.5, 10.5)])
+def test_objects_that_are_found_reliably_correct_the_default_diameter(
+    spec: ModelSpec, balls: NDArray[Any], lengths: tuple[float] | tuple[float, float, float]
+) -> None:
+    default = Diameter(lengths, "px")
+    # The confidence depends little on the size, so only the size of the objects shows that the default is wrong.
+    found, window_count = measure(balls, with_calibration(spec, intercept=4.0, size=-1.0), default)
+    assert found.diameter is not None
+    # The objects are the parts of the balls that are clearly brighter than 0.
+    assert np.prod(found.diameter.lengths) ** (1 / len(lengths)) == pytest.approx(0.9 * BALL_DIAMETER, rel=0.1)
+    ratios = np.divide(found.diameter.lengths, lengths)
+    assert ratios == pytest.approx(ratios[0])
+    assert window_count == found.num_windows
+    assert f"diameter={default}" in found.note
+
+
+def test_default_diameter_is_not_corrected_if_the_confidence_decreases(spec: ModelSpec, balls: NDArray[Any]) -> None:
+    default = Diameter((17.5,), "px")
+    assert measure(balls, with_calibration(spec, intercept=-1.0, size=20.0), default)[0].diameter == default
+
+
 def test_confident_parts_of_objects_do_not_replace_the_default_diameter(
     spec: ModelSpec, balls: NDArray[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
