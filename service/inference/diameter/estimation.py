@@ -26,6 +26,7 @@ from service.inference.diameter.confidence import predict_confidence
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
     MAX_ROUND_ASPECT,
+    MIN_FIT_FOR_SUGGESTION,
     MIN_FLAT_ASPECT,
     Factors,
     ScaleProbe,
@@ -60,14 +61,12 @@ FULL_COVERAGE_FRACTION = 0.9
 SIZE_SIGMA = 0.5
 ASPECT_SIGMA = 1.0
 SCALE_SIGMA = 2.5
-# Fit below which the diameter is not even suggested to the user.
-MIN_FIT_FOR_SUGGESTION = 0.2
 # Fit below which the diameter is not used, because the objects do not look like the model's training data.
 MIN_FIT = 0.5
 # Minimum fit at which further probes and a trial are unnecessary.
 GOOD_FIT = 0.65
 # Scales of a trial, with the number of windows of each scale. A trial runs if the confidence at the estimated diameter
-# is low or no scale fits well. A trial never selects a scale above the last of these scales.
+# is low or no scale fits well. A trial selects a larger scale than these only if the objects found there suggest it.
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 # Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
@@ -157,6 +156,8 @@ class DiameterEstimator:
         if best_probe.fit < MIN_FIT_FOR_SUGGESTION:
             return DiameterEstimate(None, matches_model=False, num_objects=count, num_windows=num_windows), probes[0]
         factors = self._refine_factors(best_probe)
+        if best_probe.fit >= MIN_FIT and is_probed(factors, probes) and not is_probed(factors, [best_probe]):
+            factors = best_probe.factors  # The fit at the refined scale is worse.
         diameter = self._to_diameter(factors)
         matches_model = are_close(factors, self._base, MATCHING_DIAMETER_RATIO)
         if best_probe.fit < MIN_FIT:
@@ -199,11 +200,10 @@ class DiameterEstimator:
         # Flat objects are not resolved along z unless planes are enlarged, by half of a measured flatness or more.
         min_stretch = 1.01 if self._voxel_size else self._flatness / 2
         min_factor = self._base[0] * min_stretch if self._flatness >= MIN_FLAT_ASPECT else 0.0
-        return (
+        is_plausible = probe.suggests_small_objects or (
             math.prod(probe.factors) <= EQUAL_SCALE_RATIO * math.prod(max_factors)
-            and probe.factors[0] >= min_factor
-            and self._has_enough_objects(probe, reference)
         )
+        return is_plausible and probe.factors[0] >= min_factor and self._has_enough_objects(probe, reference)
 
     def _summarize_trial(
         self, winner: ScaleProbe, reference: ScaleProbe, probes: Sequence[ScaleProbe], max_factors: Factors

@@ -15,6 +15,13 @@ LOG_ODDS_TOLERANCE = 1.0
 # Minimum confidence of a scale in a trial. Below this confidence, the objects are probably noise.
 MIN_TRIAL_CONFIDENCE = 0.001
 
+# Fit below which the diameter is not even suggested to the user.
+MIN_FIT_FOR_SUGGESTION = 0.2
+
+# Minimum confidence of a larger scale than those of a trial. There, it is at most 0.01 in noise, and 0.03 to 0.2 in
+# stacks of spots of 4 voxels with a signal-to-noise ratio of 3 or 4.
+MIN_SMALL_CONFIDENCE = 0.02
+
 # Typical ratio between the depth and width of object outlines, in micrometers. Light is blurred along z.
 BLURRED_DEPTH_RATIO = 1.25
 
@@ -56,6 +63,11 @@ class ScaleProbe(NamedTuple):
     def log_odds(self) -> float:
         """Log-odds of the confidence; -inf if the confidence is not known."""
         return -math.inf if self.confidence is None else math.log(self.confidence / max(1 - self.confidence, 1e-15))
+
+    @property
+    def suggests_small_objects(self) -> bool:
+        """Whether the objects are real rather than noise, even if this scale is larger than those of a trial."""
+        return self.fit >= MIN_FIT_FOR_SUGGESTION and (self.confidence or 0.0) >= MIN_SMALL_CONFIDENCE
 
 
 def are_close(factors: Factors, other_factors: Factors, ratio: float) -> bool:

@@ -15,6 +15,8 @@ from service.inference.diameter.estimation import DiameterEstimator
 from service.inference.diameter.scale_probe import (
     BLURRED_DEPTH_RATIO,
     MAX_ROUND_ASPECT,
+    Factors,
+    ScaleProbe,
     compute_expected_flatness,
 )
 from service.inference.diameter.window_selection import rank_by_contrast
@@ -238,6 +240,42 @@ def test_a_few_objects_larger_than_a_window_are_found_at_a_smaller_scale(spec: M
     assert found.num_objects < 5
     # At a larger scale, so few objects are not enough, because noise contains some that look like objects.
     assert estimate(np.pad(balls((12, 12, 6), 5), 30), with_calibration(spec), score_without_peaks).diameter is None
+
+
+@pytest.mark.parametrize("confidence", [0.1, 0.01])
+def test_a_trial_selects_a_larger_scale_than_its_own_only_if_the_objects_do_not_look_like_noise(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, confidence: float
+) -> None:
+    """Low peaks make the fit poor. The confidence is best at a scale above those that a trial adds."""
+
+    def score_with_low_peaks(windows: Tensor) -> Tensor:
+        return score_brightness(windows) - torch.tensor([0.0, 1.0])[:, None, None, None]
+
+    monkeypatch.setattr(
+        estimation, "predict_confidence", lambda objects, *_: confidence if objects.median_size > 400 else 0.002
+    )
+    found = estimate(balls((40, 40, 40), 3, gap=1.6), with_calibration(spec), score_with_low_peaks)
+    diameter = found.diameter.lengths[0] if found.diameter else None
+    assert diameter == (pytest.approx(2.5, rel=0.05) if confidence == 0.1 else None)
+    assert found.likely_diameter is not None
+
+
+def test_the_estimate_is_not_refined_to_a_scale_that_fits_worse(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The objects found at the scale of the best probe suggest the scale of a worse one."""
+    estimator = DiameterEstimator(make_image(np.zeros((80, 80, 80), np.float32)), (1, 1, 1), spec, score_brightness)
+    fits = {1.0: 0.1, 2.0: 0.6, 3.0: 0.2}
+    extents = {1.0: 3.3, 2.0: 6.7, 3.0: 10.0}
+
+    def probe(_centers: Any, factors: Factors, num_windows: int) -> ScaleProbe:
+        scale = min(fits, key=lambda scale: abs(scale - factors[0]))
+        return ScaleProbe(factors, (extents[scale],) * 3, 9, fits[scale], num_windows)
+
+    monkeypatch.setattr(estimator, "probe", probe)
+    found = estimator.estimate()
+    assert found.diameter is not None
+    assert found.diameter.lengths[0] == 10 / 2.0
 
 
 def test_no_trial_runs_if_the_initial_confidence_is_high(spec: ModelSpec) -> None:
