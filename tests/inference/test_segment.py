@@ -559,24 +559,24 @@ def test_a_diameter_that_the_voxel_size_already_implies_is_not_suggested(random_
         update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
     )
     runner = make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
-    # Balls that are brightest at the center.
+    # Balls that are brightest at the center, and 8 voxels wide where they are foreground.
     positions = np.indices((24, 48, 48)) % 12 - 5.5
     pixels = (1 - np.sqrt(np.square(positions).sum(0)) / 8).clip(0, 1).astype(np.float32)[None]
     suggestions = [
         segment(runner, Volume.from_array(pixels, size), Options()).quality_warning.suggestion
         for size in (None, VoxelSize(0.5, 0.5, 0.5))
     ]
-    assert suggestions == ["diameter=6px", ""]
+    assert suggestions == ["diameter=8px", ""]
 
 
 def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
-    """The estimate for these balls is six voxels. With this calibration, the confidence is high at six, low at nine."""
+    """The balls are eight voxels wide. With this calibration, the confidence is high at eight, low at twelve."""
     input_changes = {
         "roi_size": (32, 32, 32),
         "diameter": 16.0,
         "normalisation": RangeNormalization(kind="range", low=0, high=1),
     }
-    object_calibration = ObjectCalibration(intercept=-6, certainty=0, peak=0, size=30, result=0)
+    object_calibration = ObjectCalibration(intercept=4, certainty=0, peak=0, size=-30, result=0)
     calibration = Calibration(intercept=5, certainty=0, peak=0, size=0, giants=0, objects=object_calibration)
     spec = random_nuclei.model_copy(
         update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
@@ -588,22 +588,22 @@ def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
     def segment_with(diameter, **options):
         return segment(runner, balls, Options(diameter=parse_diameter(diameter), **options))
 
-    corrected, suggested = segment_with("9px"), segment_with("6px")
-    assert (corrected.diameter_text, corrected.quality_warning) == ("6px; estimated", None)
-    assert corrected.notes[0].startswith("With the specified object diameter, 9px, the confidence is only 0.")
-    assert corrected.notes[0].endswith("set diameter=9,9,9px.")
+    corrected, suggested = segment_with("12px"), segment_with("8px")
+    assert (corrected.diameter_text, corrected.quality_warning) == ("8px; estimated", None)
+    assert corrected.notes[0].startswith("With the specified object diameter, 12px, the confidence is only 0.")
+    assert corrected.notes[0].endswith("set diameter=12,12,12px.")
     assert corrected.confidence == suggested.confidence > 0.9
     assert set(corrected.segmentation.objects.match_probability) == {np.float32(corrected.confidence)}
     np.testing.assert_array_equal(corrected.segmentation.pixels, suggested.segmentation.pixels)
     # A diameter that is exact, or must be the same for several stacks, is not corrected.
     for result, diameter in (
-        (segment_with("9,9,9px"), "9,9,9px; stated"),
-        (segment_with("9px", may_correct_diameter=False), "9px; stated"),
+        (segment_with("12,12,12px"), "12,12,12px; stated"),
+        (segment_with("12px", may_correct_diameter=False), "12px; stated"),
     ):
-        assert (result.diameter_text, result.quality_warning.suggestion) == (diameter, "diameter=6px")
-    assert segment_with("6px", strict=True).confidence == segment_with("9px", strict=True).confidence
-    with pytest.raises(LowConfidenceResult, match="diameter=6px"):
-        segment_with("9,9,9px", strict=True)
+        assert (result.diameter_text, result.quality_warning.suggestion) == (diameter, "diameter=8px")
+    assert segment_with("8px", strict=True).confidence == segment_with("12px", strict=True).confidence
+    with pytest.raises(LowConfidenceResult, match="diameter=8px"):
+        segment_with("12,12,12px", strict=True)
 
 
 def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
