@@ -331,8 +331,8 @@ def get_page_notes(page: TiffPage) -> tuple[str, ...]:
 def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
     if page.is_reduced and page.subifds is not None:
         return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)
-    # tifffile reports a missing tag as 0.
     if page.bitspersample == 24 and page.dtype is not None and page.dtype.kind in "ui":
         return ("The pixels are integers of 24 bits. They are read with the most significant byte first.",)
+    # tifffile reports a missing tag as 0.
     note = _VALUE_NOTES.get(page.tags.valueof("PhotometricInterpretation", None))
     return () if note is None else (note,)

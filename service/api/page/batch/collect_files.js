@@ -126,7 +126,7 @@ async function findSkipReason(path, parts) {
   return "Not a supported image format.";
 }
 
-/** @param {string} path @param {FilePart[]} parts @returns {string} what is missing in an OIF, "" if nothing is */
+/** @param {string} path @param {FilePart[]} parts @returns {string} the advice if a part of an OIF is missing, otherwise "" */
 function findOifProblem(path, parts) {
   const name = path.split("/").at(-1) ?? path;
   const hasFile = parts.some((part) => part.path === name);
