@@ -14,6 +14,10 @@ namespace {
 // Minimum number of passes at which redundant passes are removed. Each pass uses 12 bytes.
 constexpr size_t MIN_PASSES_TO_PRUNE = size_t(1) << 16;
 
+// Minimum number of voxels of a slab that is processed on several threads. One thread needs 4 ms for so many voxels; it takes
+// up to 5 ms until other threads get a core while the threads of OpenMP spin.
+constexpr int64_t MIN_PARALLEL_VOXELS = int64_t(1) << 20;
+
 class VolumeWatershed {
 public:
   // See `stackseg_watershed` for the arguments.
@@ -37,7 +41,8 @@ public:
     const int64_t end = arrived_ + planes;
     const bool is_last = end == scores_box_.end[axis_];
     // While a caller waits for slabs, other threads need the cores to compute them. Do not compete with these threads.
-    blocks_.set_threads(is_last || Clock::now() - idle_since_ < MAX_DELAY ? threads_ : 1);
+    const bool is_urgent = is_last || Clock::now() - idle_since_ < MAX_DELAY;
+    blocks_.set_threads(is_urgent && planes * rows * width >= MIN_PARALLEL_VOXELS ? threads_ : 1);
     const auto write_row = [&](const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) {
       if (voxel[axis_] >= arrived_)
         return scores.write_row(voxel, count, keys, codes);
