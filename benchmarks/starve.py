@@ -214,8 +214,10 @@ def send_ahead(port: int) -> AbstractContextManager[None]:
 
 
 def upload(port: int, body: bytes) -> str:
-    """Upload a stack as the attacker, and return its id."""
-    status, content = request(port, "POST", "/stacks", body, {"X-API-Key": "attacker"})
+    """Upload a stack as the attacker, and return its id. The previous attack may have filled the attacker's queue."""
+    while (response := request(port, "POST", "/stacks", body, {"X-API-Key": "attacker"}))[0] == 503:
+        time.sleep(0.5)
+    status, content = response
     if status != 201:
         raise OSError(f"{status} {content[:200]!r}")
     return str(json.loads(content)["id"])

@@ -37,6 +37,8 @@ EXIT_TIMEOUT_SECONDS = 1.0
 # Maximum size of a reply in bytes, far larger than the reply for any valid file.
 MAX_REPLY_BYTES = 2**26
 
+START_FAILURE_MESSAGE = "The process that reads files did not start. See the service log."
+
 # Environment variables that Python and its libraries may need. Secrets in the environment are not passed on.
 _INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "TMPDIR")
 
@@ -170,11 +172,14 @@ class ReaderProcess:
             self.restart()
         if self._is_ready:
             return
+        # The new process may have been killed before it could fork.
+        if self._has_ended():
+            raise NotReady(START_FAILURE_MESSAGE)
         try:
             self.missing_layers = self._receive(time.monotonic() + STARTUP_TIMEOUT_SECONDS)["missing"]
         except (EOFError, ConnectionError, TimeoutError):
             self._log_exit()
-            raise NotReady("The process that reads files did not start. See the service log.") from None
+            raise NotReady(START_FAILURE_MESSAGE) from None
         self._is_ready = True
         for layer, reason in self.missing_layers.items():
             _warn_about_missing_layer(layer, reason)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from service.core.buffers import LARGE_ARRAY_BYTES
-from service.core.errors import BadFile, ReaderKilled, StackSegError
+from service.core.errors import BadFile, NotReady, ReaderKilled, StackSegError
 from service.core.quantities import Size
 from service.core.types import CancellationCheck, Description, Selection, Volume, never_cancelled
 from service.formats.placement import VolumeLocation, map_file
@@ -229,12 +229,14 @@ class Reader:
     ) -> T:
         """Send a request to a child, and return the result after parsing it with `parse_result`.
 
+        The request is sent again if the child is killed or does not start, because the host may have run out of memory.
+
         A child that sends an invalid reply is restarted, because the file may have compromised it.
         """
         with self._pool.borrow(self._client) as child:
             try:
                 reply = child.call(request, files, self._client, cancelled)
-            except ReaderKilled:
+            except (ReaderKilled, NotReady):
                 reply = child.call(request, files, self._client, cancelled)
             try:
                 error_in_reply = parse_error(reply)

@@ -44,6 +44,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Description, Selection, Volume
 from service.formats import stack_reader
 from service.formats.sandbox import child_main
+from service.formats.sandbox.child_process import ReaderProcess
 from service.formats.sandbox.reader import Reader
 
 DATA = SHARED_DATA / "hostile"
@@ -231,6 +232,28 @@ def test_second_external_kill_is_reported(
         assert reader.killed_child_count == 2
         assert reader.inspect(path, Selection(axes="ZYX")).shape == (1, 3, 8, 8)
     assert caplog.text.count("exited with status -9") == 2
+
+
+@pytest.mark.parametrize("num_kills", [1, 2, 3])
+def test_child_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path, stack: np.ndarray, monkeypatch: pytest.MonkeyPatch, num_kills: int
+) -> None:
+    path, start, kills = write_ome_tiff(tmp_path / "stack.tif", stack), ReaderProcess._start, list[int]()
+
+    def start_and_kill(child: ReaderProcess) -> subprocess.Popen[bytes]:
+        process = start(child)
+        if len(kills) < num_kills:
+            kills.append(process.pid)
+            process.kill()
+            process.wait()
+        return process
+
+    monkeypatch.setattr(ReaderProcess, "_start", start_and_kill)
+    with make_single_child_reader() as reader:
+        if num_kills > 2:
+            with pytest.raises(NotReady, match="did not start"):
+                reader.inspect(path, Selection())
+        assert reader.inspect(path, Selection()).shape == stack.shape
 
 
 def test_timeout_is_too_large_and_the_next_request_succeeds(tmp_path: Path, stack: np.ndarray) -> None:
