@@ -92,7 +92,8 @@ class DeviceActor:
         stored_volume = _require_volume(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
-            result = reservation.segment(job, stored_volume.open(), task.options)
+            volume = stored_volume.open()
+            result = reservation.model.segment(job, volume, task.options, reservation.request, job.advance)
             return store_result(result, stored_volume.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
@@ -101,7 +102,7 @@ class DeviceActor:
         """Estimate the object diameter in the volume of a task."""
         stored_volume = _require_volume(task)
         return self._run(
-            task, lambda job, reservation: reservation.estimate_diameter(job, stored_volume.open(), task.options)
+            task, lambda job, reservation: reservation.model.estimate_diameter(job, stored_volume.open(), task.options)
         )
 
     def cancel(self, task_id: str) -> None:
