@@ -92,8 +92,10 @@ class DeviceActor:
         stored_volume = _require_volume(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
-            volume = stored_volume.open()
-            result = reservation.model.segment(job, volume, task.options, reservation.request, job.advance)
+            # Without a name for the volume, so that its pixels are freed before the labels are written.
+            result = reservation.model.segment(
+                job, stored_volume.open(), task.options, reservation.request, job.advance
+            )
             return store_result(result, stored_volume.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
