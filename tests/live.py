@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx2
 import numpy as np
+import pytest
 import tifffile
 import uvicorn
 from fakes import FakeSegmenter, wait_until
@@ -23,6 +25,7 @@ from service.api.server import build_config
 from service.core.config import Settings
 from service.formats.sandbox.child_process import STARTUP_TIMEOUT_SECONDS
 from service.serving.build import ServiceFactories
+from service.serving.devices.local.model import Segmenter
 from service.serving.runtime import Runtime
 
 READY_SECONDS = 60
@@ -152,6 +155,17 @@ def serve(
         thread.join()
 
 
+def make_live_fixture(folder: Path | None = None, load: Any = Segmenter, **sections: dict[str, Any]) -> Any:
+    """Return a fixture: a server for the tests of one module, with the models in `folder` or, by default, `bands`."""
+
+    @pytest.fixture(scope="module")
+    def live(bands_repository: Path) -> Iterator[LiveServer]:
+        with serve(eager_settings(folder or bands_repository, **sections), load=load) as running:
+            yield running
+
+    return live
+
+
 def eager_settings(folder: Path, **sections: dict[str, Any]) -> Settings:
     """Return settings for a fast start: the eager engine, one CPU thread, no result cache, and temporary jobs."""
     chosen = {
@@ -201,3 +215,10 @@ def _listed(value: Any) -> list[Any]:
 def read_classes(content: bytes) -> NDArray[np.uint8]:
     """Return the pixels of a class map in OME-TIFF."""
     return LabelTiff(content).pixels.astype(np.uint8)
+
+
+def read_recorded_stacks(out: Path) -> list[str]:
+    """Return the stacks that a run on a folder has recorded so far, in the order in which they were added."""
+    path = out / "stacks.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [content["stack"] for content in map(json.loads, lines) if "stack" in content]

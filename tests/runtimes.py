@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from service.inference.types import Result
 from service.serving.build import ServiceFactories, build_runtime
 from service.serving.devices.model_registry import ModelRegistry
 from service.serving.devices.queue.job import Job
-from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
-from service.serving.segmentation import DeviceRequest, queue_work
+from service.serving.segmentation import DeviceRequest, queue_work, segment_pixels
 
 FAKE_FACTORIES: Any = ServiceFactories(load=FakeSegmenter)  # type: ignore[arg-type]
 
@@ -58,11 +58,8 @@ def list_model_caches(runtime: Runtime) -> list[Any]:
 
 def submit_segmentation(runtime: Runtime, spec: Any, volume: Volume, options: Options) -> Job[Result]:
     """Queue a job that segments `volume`."""
-
-    def segment(reservation: Reservation, job: Job[Result]) -> Result:
-        return reservation.segment(job, volume, options)
-
-    return queue_work(runtime, DeviceRequest(spec, volume, options, None), segment)
+    work = partial(segment_pixels, pixels=volume, options=options)
+    return queue_work(runtime, DeviceRequest(spec, volume, options, None), work)
 
 
 def get_loaded_segmenter(models: ModelRegistry, name: str | None) -> Any:

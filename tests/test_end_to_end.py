@@ -26,10 +26,9 @@ from live import (
     LabelTiff,
     LiveServer,
     as_tiff,
-    eager_settings,
+    make_live_fixture,
     read_classes,
     read_descriptor_target,
-    serve,
     wait_until,
 )
 from paths import ROOT
@@ -50,16 +49,8 @@ HOSTILE = sorted(path for path in (DATA / "hostile").rglob("*") if path.is_file(
 LARGE = {"mouse_brain_s2p_large", "celegans_membrane_t046", "fluorescent_beads_imagexpress"}
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    with serve(eager_settings(bands_repository)) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def bundled() -> Iterator[LiveServer]:
-    with serve(eager_settings(ROOT / "models", device={"threads": 2})) as running:
-        yield running
+live = make_live_fixture()
+bundled = make_live_fixture(ROOT / "models", device={"threads": 2})
 
 
 def test_response_has_classes_and_the_voxel_size_of_the_stack(live: LiveServer, phantom: Any) -> None:

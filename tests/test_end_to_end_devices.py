@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from live import LiveServer, as_tiff, eager_settings, read_classes, serve, wait_until
+from live import LiveServer, as_tiff, make_live_fixture, read_classes, wait_until
 from runtimes import list_model_caches
 from torch import Tensor
 
@@ -41,12 +38,12 @@ class SlowSegmenter(Segmenter):
         return slow
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    device, watchdog = {"serve": ["cpu", "cpu"], "threads": 1}, {"batch_seconds": 2.5, "grace_seconds": 600}
-    settings = eager_settings(bands_repository, device=device, watchdog=watchdog, limits={"waiting": 40})
-    with serve(settings, load=SlowSegmenter) as running:
-        yield running
+live = make_live_fixture(
+    load=SlowSegmenter,
+    device={"serve": ["cpu", "cpu"], "threads": 1},
+    watchdog={"batch_seconds": 2.5, "grace_seconds": 600},
+    limits={"waiting": 40},
+)
 
 
 def list_segmenters(live: LiveServer) -> list[Any]:

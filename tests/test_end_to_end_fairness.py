@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import httpx2
 import pytest
 from common import make_bomb
 from fakes import wait_until
-from live import LiveServer, as_tiff, eager_settings, parse_problem, read_descriptor_target, serve
+from live import LiveServer, as_tiff, eager_settings, make_live_fixture, parse_problem, read_descriptor_target, serve
 
 from service.api.access.keys import hash_key
 
@@ -24,10 +23,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 BOMB = make_bomb(128, (4096, 8192))
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    with serve(eager_settings(bands_repository, access={"keys": KEYS}, limits={"windows": 10**6})) as running:
-        yield running
+live = make_live_fixture(access={"keys": KEYS}, limits={"windows": 10**6})
 
 
 def post(live: LiveServer, key: str, path: str, body: bytes) -> httpx2.Response:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
-from live import LiveServer, as_tiff, eager_settings, parse_problem, serve
+from live import LiveServer, as_tiff, make_live_fixture, parse_problem
 from paths import ROOT
 from paths import SHARED_DATA as DATA
 
@@ -29,10 +28,7 @@ REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[LiveServer]:
-    with serve(eager_settings(ROOT / "models", device={"threads": 2})) as running:
-        yield running
+live = make_live_fixture(ROOT / "models", device={"threads": 2})
 
 
 @pytest.fixture(scope="module")

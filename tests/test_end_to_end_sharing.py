@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from live import LiveServer, as_tiff, eager_settings, read_classes, serve, wait_until
+from live import LiveServer, as_tiff, make_live_fixture, read_classes, wait_until
 from runtimes import get_loaded_segmenter
 from torch import Tensor
 
@@ -47,11 +46,7 @@ class RecordingSegmenter(Segmenter):
         return recorded
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    settings = eager_settings(bands_repository, windows={"sw_batch_size": BATCH_SIZE}, limits={"waiting": 30})
-    with serve(settings, load=RecordingSegmenter) as running:
-        yield running
+live = make_live_fixture(load=RecordingSegmenter, windows={"sw_batch_size": BATCH_SIZE}, limits={"waiting": 30})
 
 
 @pytest.fixture

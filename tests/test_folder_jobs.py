@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import tifffile
 from common import run_server
 from fakes import wait_until
 from job_service import Service, start_service
-from live import STACK, as_tiff
+from live import STACK, as_tiff, read_recorded_stacks
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesize
@@ -25,13 +24,6 @@ from service.models.spec import ModelSpec
 
 NAMES = [f"stack {number:02}.tif" for number in range(19)]
 FOLDER_PARAMETERS = {"input": "scans/day 1", "output_to": "results/day 1"}
-
-
-def read_recorded_stacks(out: Path) -> list[str]:
-    """Return the stacks recorded in `stacks.jsonl`, in order."""
-    path = out / "stacks.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
 
 
 def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(

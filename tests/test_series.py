@@ -6,7 +6,6 @@ import csv
 import io
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import wait_until
-from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
+from live import LabelTiff, LiveServer, as_tiff, make_live_fixture
 from numpy.typing import NDArray
 from paths import ROOT
 
@@ -53,11 +52,7 @@ def damaged(pixels: NDArray[np.uint8]) -> bytes:
     return content[:start] + b"\xff" * count + content[start + count :]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    scratch = tmp_path_factory.mktemp("scratch")
-    with serve(eager_settings(ROOT / "models", server={"scratch_folder": scratch})) as running:
-        yield running
+live = make_live_fixture(ROOT / "models")
 
 
 @pytest.fixture(scope="module")

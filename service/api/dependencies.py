@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import BadParameter
-from service.serving.jobs.job_manager import JobManager
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_manager import TrainingManager
 from service.serving.parameters import MAX_NAME_LENGTH
@@ -26,16 +25,10 @@ async def get_runtime(request: Request) -> Runtime:
     return runtime
 
 
-async def get_async_jobs(request: Request) -> JobManager:
-    """Return the manager of asynchronous jobs."""
-    async_jobs: JobManager = request.app.state.async_jobs
-    return async_jobs
-
-
 def get_stacks(request: Request) -> StackStore:
     """Return the store of uploaded stacks."""
-    async_jobs: JobManager = request.app.state.async_jobs
-    return async_jobs.stacks
+    stacks: StackStore = request.app.state.async_jobs.stacks
+    return stacks
 
 
 def get_annotations(request: Request) -> AnnotationStore:
@@ -51,7 +44,6 @@ def get_trainings(request: Request) -> TrainingManager:
 
 
 RuntimeDependency = Annotated[Runtime, Depends(get_runtime)]
-AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 def get_quota_name(request: Request) -> str:

@@ -10,16 +10,14 @@ import sys
 from pathlib import Path
 
 from service.cli.models import choose_model
+from service.cli.options import MODEL_HELP
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg bench`."""
-    parser.add_argument(
-        "--model",
-        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
-    )
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the device.name setting)")
     parser.add_argument(
         "--shape",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from service.cli.options import add_annotated_stacks, add_unknown_voxels
+from service.cli.options import MODEL_HELP, add_annotated_stacks, add_unknown_voxels
 from service.core.config import Settings
 
 
@@ -12,10 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `stackseg evaluate`."""
     add_annotated_stacks(parser, "Stacks to segment")
     add_unknown_voxels(parser)
-    parser.add_argument(
-        "--model",
-        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
-    )
+    parser.add_argument("--model", help=MODEL_HELP)
     parser.add_argument("--channel", help="Name or zero-based index of the channel, if there are several channels")
     parser.add_argument(
         "--diameter",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from service.core.config import Settings, override_settings, read_settings
 
+MODEL_HELP = "Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)"
+
 
 class CommandParser(argparse.ArgumentParser):
     """Parser of one command. Errors about unknown options show the usage of this command and a similar option."""

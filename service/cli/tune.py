@@ -7,6 +7,7 @@ import os
 import sys
 
 from service.cli.models import choose_model
+from service.cli.options import MODEL_HELP
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, ConfigError
 from service.models.repository import read_repository
@@ -15,10 +16,7 @@ from service.models.repository import read_repository
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `stackseg tune`."""
     selection = parser.add_mutually_exclusive_group()
-    selection.add_argument(
-        "--model",
-        help="Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)",
-    )
+    selection.add_argument("--model", help=MODEL_HELP)
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     parser.add_argument(
         "--minutes",

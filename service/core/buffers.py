@@ -9,14 +9,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from service.core.errors import OutOfStorage
-from service.core.types import Array
 
-Allocator = Callable[[tuple[int, ...], DTypeLike], Array]
+Allocator = Callable[[tuple[int, ...], DTypeLike], NDArray[Any]]
 
 # Arrays of at least this size are allocated on disk, and volumes of at least this size are read slab by slab.
 LARGE_ARRAY_BYTES = 2**28
@@ -32,14 +32,14 @@ def make_allocator(folder: Path | None) -> Allocator:
     if the disk has too little space for the array.
     """
 
-    def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    def allocate(shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         is_small = math.prod(shape) * np.dtype(dtype).itemsize < LARGE_ARRAY_BYTES
         return np.zeros(shape, dtype) if is_small else allocate_on_disk(shape, dtype, folder)
 
     return allocate
 
 
-def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> Array:
+def allocate_on_disk(shape: tuple[int, ...], dtype: DTypeLike, folder: Path | None) -> NDArray[Any]:
     """Return an array of zeros in an unnamed memory-mapped file that is freed with the array.
 
     Raises OutOfStorage if the disk has too little space.
@@ -71,7 +71,7 @@ class BufferPool:
 
     def __init__(self, nbytes: int, max_idle_buffers: int, cache: BufferCache | None = None) -> None:
         self._nbytes, self._max_idle_buffers, self._cache = nbytes, max_idle_buffers, cache
-        self._idle_buffers = list[Array]()
+        self._idle_buffers = list[NDArray[Any]]()
 
     def take(self) -> NDArray[np.uint8]:
         """Return a buffer, uint8 [nbytes], with arbitrary content. Taking and dropping buffers is thread-safe."""
@@ -87,7 +87,7 @@ class BufferPool:
         while self._cache is not None and self._idle_buffers:
             self._cache.add(self._idle_buffers.pop())
 
-    def return_buffer(self, memory: Array) -> None:
+    def return_buffer(self, memory: NDArray[Any]) -> None:
         """Return a buffer to the pool. No array may refer to it."""
         if len(self._idle_buffers) < self._max_idle_buffers:
             self._idle_buffers.append(memory)
@@ -105,17 +105,17 @@ class BufferCache:
         self._max_bytes = max_bytes
         # There is no lock, because Python may delete a pool at any point, even in the thread that holds the lock.
         # `pop` is atomic.
-        self._idle_buffers = dict[int, Array]()
+        self._idle_buffers = dict[int, NDArray[Any]]()
         self._sequence_numbers = itertools.count()
 
-    def take(self, nbytes: int) -> Array | None:
+    def take(self, nbytes: int) -> NDArray[Any] | None:
         """Remove and return the newest buffer of exactly this size, or return None."""
         for sequence_number, memory in reversed(self._idle_buffers.copy().items()):
             if memory.nbytes == nbytes and self._idle_buffers.pop(sequence_number, None) is not None:
                 return memory
         return None
 
-    def add(self, memory: Array) -> None:
+    def add(self, memory: NDArray[Any]) -> None:
         """Add a buffer that no array refers to, and drop the oldest buffers if the cache exceeds its limit."""
         if not 0 < memory.nbytes <= self._max_bytes:
             return
@@ -132,7 +132,7 @@ class BufferCache:
 class _BufferView:
     """Base object of all views of one buffer. It returns the buffer to the pool when the last view is deleted."""
 
-    def __init__(self, memory: Array, pool: BufferPool) -> None:
+    def __init__(self, memory: NDArray[Any], pool: BufferPool) -> None:
         self._memory, self._pool = memory, pool
         self.__array_interface__ = memory.__array_interface__
 
@@ -140,13 +140,13 @@ class _BufferView:
         self._pool.return_buffer(self._memory)
 
 
-def _allocate_aligned(nbytes: int) -> Array:
+def _allocate_aligned(nbytes: int) -> NDArray[Any]:
     memory = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
     offset = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[offset : offset + nbytes]
 
 
-def release_pages(array: Array) -> None:
+def release_pages(array: NDArray[Any]) -> None:
     """Evict the pages of a memory-mapped array from memory; the pages stay on disk. Do nothing for arrays in memory."""
     base: object = array
     while isinstance(base, np.ndarray):

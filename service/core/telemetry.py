@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import Any
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the current request; "" outside requests, and in threads that do not copy the context of a request."""
@@ -23,14 +22,13 @@ SLOW_STEP_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-def configure_logging(level: str, format_name: str, stream: IO[str] | None = None) -> None:
+def configure_logging(level: str, format_name: str) -> None:
     """Configure logging, including the warnings of libraries.
 
     level        name of the lowest level to log, such as "info"
     format_name  "text", or "json" for one JSON object per line
-    stream       stream for the log; None: standard error
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if format_name == "json" else logging.Formatter(TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(capture=True)

@@ -26,20 +26,14 @@ class Float32Scores(nn.Module):
 
 
 def prepare(
-    network: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-    memory_format: torch.memory_format,
-    *,
-    fold: bool = True,
+    network: nn.Module, device: torch.device, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> nn.Module:
     """Return a copy of `network` for inference on `device`: batch norms folded, weights in `dtype` and `memory_format`.
 
     Folding happens in float32, before the conversion, so that every weight is rounded to a smaller dtype only once.
     With channels last, the other norms are replaced with norms that preserve that format.
     """
-    network_copy = copy.deepcopy(network).eval()
-    folded_network = fold_batch_norms(network_copy) if fold else network_copy
+    folded_network = fold_batch_norms(copy.deepcopy(network).eval())
     formatted_network = (
         norm.replace_norms(folded_network) if memory_format == torch.channels_last_3d else folded_network
     )

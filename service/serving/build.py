@@ -11,7 +11,7 @@ from service.core.hardware import devices, gpus
 from service.core.hardware.devices import Driver
 from service.engine.compile import torch_compile
 from service.serving.devices.cluster.cluster_devices import ClusterConnector, open_cluster
-from service.serving.devices.cluster.ray_cluster import connect_cluster
+from service.serving.devices.cluster.device_actor import connect_cluster
 from service.serving.devices.device import count_loaded_bytes
 from service.serving.devices.local.device import LocalDevice, SharedResources
 from service.serving.devices.local.model import Segmenter, SegmenterFactory, load_model

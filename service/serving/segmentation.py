@@ -2,7 +2,7 @@
 
 `SegmentationTask` performs all steps for a stack that was sent with a request. Jobs and folders perform additional work
 between the steps, but call the same functions: `PixelSource` reads, `queue_work` plans and queues,
-`Reservation.segment` segments, and `write_answer` writes.
+`segment_pixels` segments, and `write_answer` writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
 from service.core.errors import Cancelled
 from service.core.files.atomic_files import make_descriptor_path
@@ -122,6 +122,16 @@ def queue_work(
     return job
 
 
+def segment_pixels(reservation: Reservation, job: Job[Any], pixels: Volume | Series, options: Options) -> Result:
+    """Segment a volume or a series on the reserved device, in a thread of its queue.
+
+    Raises the same errors as `DeviceModel.segment` or, for a series, as `Reservation.segment_series`.
+    """
+    if isinstance(pixels, Series):
+        return reservation.segment_series(job, pixels, options)
+    return reservation.model.segment(job, pixels, options, reservation.request, job.advance)
+
+
 class StackResult(NamedTuple):
     """The result of a request, ready to be sent.
 
@@ -158,7 +168,7 @@ class SegmentationTask:
     async def run(self) -> StackResult:
         """Return the result from the cache, or read the stack, segment it on a device, and write the result.
 
-        Raises the same errors as its steps, such as `queue_work` and `Reservation.segment`, and Cancelled if the
+        Raises the same errors as its steps, such as `queue_work` and `segment_pixels`, and Cancelled if the
         service stops.
         """
         if (cached_result := await self._run_step(self._complete_and_look_up, FILE_THREADS)) is not None:
@@ -235,12 +245,12 @@ class SegmentationTask:
         self._check_cancelled()
         # The model may have been replaced while the file was being received and read.
         self._spec = self._runtime.models.get_servable_spec(self._spec.name)
-        options, caller = self._request.query.options, self._request.caller
-
-        def segment(reservation: Reservation, job: Job[Result]) -> Result:
-            return reservation.segment(job, pixels.segmentation_input, options)
-
-        return queue_work(self._runtime, DeviceRequest(self._spec, pixels.segmentation_input, options, caller), segment)
+        request = DeviceRequest(
+            self._spec, pixels.segmentation_input, self._request.query.options, self._request.caller
+        )
+        return queue_work(
+            self._runtime, request, partial(segment_pixels, pixels=request.pixels, options=request.options)
+        )
 
     async def _wait_for_job(self, job: Job[Result]) -> Result:
         """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""

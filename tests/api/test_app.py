@@ -3,13 +3,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from fakes import FakeSegmenter
 from job_service import Service
-from live import STACK, TIFF, LiveServer, eager_settings, parse_problem, serve
+from live import STACK, TIFF, LiveServer, make_live_fixture, parse_problem
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -130,10 +128,7 @@ def test_endpoints_have_summaries_from_their_docstrings(service: Service) -> Non
     assert paths["/health/live"]["get"]["summary"] == "Check that the process responds"
 
 
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    with serve(eager_settings(bands_repository), load=FakeSegmenter) as running:
-        yield running
+live = make_live_fixture(load=FakeSegmenter)
 
 
 def test_head_has_the_headers_of_get_wherever_get_is_answered(live: LiveServer) -> None:

@@ -6,13 +6,12 @@ import csv
 import gzip
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tifffile
-from browsing import TIMEOUT_SECONDS, OpenPage, central_voxel, check_accessibility
+from browsing import TIMEOUT_SECONDS, OpenPage, central_voxel, check_accessibility, download
 from fakes import wait_until
 from live import LabelTiff, LiveServer, as_tiff
 from numpy.typing import NDArray
@@ -55,12 +54,6 @@ def open_job(live: LiveServer, open_page: OpenPage, job: dict[str, Any]) -> Page
     page.goto(f"/#job={job['id']}")
     expect(page.locator("#summary")).to_contain_text("objects")
     return page
-
-
-def download(page: Page, button: str) -> bytes:
-    with page.expect_download() as download_info:
-        page.get_by_role("button", name=button, exact=True).click()
-    return Path(download_info.value.path()).read_bytes()
 
 
 def set_field(page: Page, label: str, value: str) -> None:

@@ -33,7 +33,7 @@ from service.serving.devices.local.model import Segmenter
 from service.serving.devices.queue.job import Job
 from service.serving.devices.reservation import Reservation
 from service.serving.runtime import Runtime
-from service.serving.segmentation import DeviceRequest, queue_work
+from service.serving.segmentation import DeviceRequest, queue_work, segment_pixels
 from service.serving.storage.disk import DiskUsage
 
 
@@ -53,7 +53,7 @@ def test_work_after_segmentation_runs_in_the_thread_of_the_queue(
         spec = runtime.models.get_spec(None)
 
         def name_thread(reservation: Reservation, job: Any) -> Any:
-            return reservation.segment(job, stack, Options()), threading.current_thread().name
+            return segment_pixels(reservation, job, stack, Options()), threading.current_thread().name
 
         request = DeviceRequest(spec, stack, Options(), None)
         fake_segmenters = queue_work(runtime, request, name_thread)

@@ -7,9 +7,9 @@ import json
 import re
 import threading
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from starlette.responses import JSONResponse
 
 from service.api.dependencies import get_quota_name
@@ -50,6 +50,15 @@ KEY_HEADER = {
     "description": "Identifies the job, for example a UUID. If the request is repeated with the same key, file and"
     " parameters, no further job is created, and the response contains the report of the existing one.",
 }
+
+
+async def get_async_jobs(request: Request) -> JobManager:
+    """Return the manager of asynchronous jobs."""
+    async_jobs: JobManager = request.app.state.async_jobs
+    return async_jobs
+
+
+AsyncJobsDependency = Annotated[JobManager, Depends(get_async_jobs)]
 
 
 async def accept_job(request: Request, runtime: Runtime, async_jobs: JobManager) -> Response:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from fastapi import Request
 
-from service.api.dependencies import get_async_jobs, get_caller, get_quota_name, get_stacks
+from service.api.dependencies import get_caller, get_quota_name, get_stacks
 from service.api.http.waiting import run_while_connected
 from service.core.types import CancellationCheck, Selection, Volume
 from service.models.spec import ModelSpec
+from service.serving.jobs.job_manager import JobManager
 from service.serving.reading import read_with_reservation
 from service.serving.results.conversion import read_labels
 from service.serving.runtime import Runtime
@@ -41,7 +42,7 @@ async def open_stack_volume(request: Request, runtime: Runtime, stack: str, sele
 
 async def open_label_volume(request: Request, runtime: Runtime, job: str, time: int | None) -> Volume:
     """Return the labels of a finished job. Raises the errors of `JobManager.open_result` and `_open_volume`."""
-    async_jobs = await get_async_jobs(request)
+    async_jobs: JobManager = request.app.state.async_jobs
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
 
     def read(folder: Path, reserve: ReserveFunction, cancelled: CancellationCheck) -> Volume:

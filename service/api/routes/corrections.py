@@ -14,7 +14,6 @@ from starlette.responses import FileResponse
 from service.api.access.authentication import has_admin_rights
 from service.api.dependencies import (
     CHECKED_QUERY,
-    AsyncJobsDependency,
     RuntimeDependency,
     get_annotations,
     get_caller,
@@ -38,6 +37,7 @@ from service.api.messages.result_headers import describe_attachment
 from service.api.requests.admission import merge_fields
 from service.api.requests.body import ReceivedFile, incoming_folder, receive_file
 from service.api.requests.downloads import OpenFileResponse
+from service.api.requests.jobs import AsyncJobsDependency
 from service.core.errors import BadParameter
 from service.core.quantities import TimeRange
 from service.core.types import Selection

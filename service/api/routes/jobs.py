@@ -12,12 +12,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.dependencies import CHECKED_QUERY, AsyncJobsDependency, RuntimeDependency, get_caller, get_quota_name
+from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
 from service.api.requests.downloads import build_response
-from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
+from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, AsyncJobsDependency, accept_job
 from service.api.requests.result_responses import build_derived_response
 from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path

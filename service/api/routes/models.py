@@ -10,10 +10,11 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
 from service.api.access.authentication import check_admin, get_identity
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_quota_name, get_trainings
+from service.api.dependencies import RuntimeDependency, get_quota_name, get_trainings
 from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM
 from service.api.messages.models import ModelInfo, ModelList, ModelReload, find_picture, report_model, report_models
 from service.api.requests.downloads import DownloadResponse
+from service.api.requests.jobs import AsyncJobsDependency
 from service.api.requests.pictures import choose_view, draw_view
 from service.api.requests.volumes import open_sample
 from service.formats.writers import draw_plane

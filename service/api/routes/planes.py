@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Executor
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
@@ -24,6 +24,14 @@ from service.serving.storage.threads import FILE_THREADS, run_in_thread
 
 router = APIRouter()
 
+# Options of both routes, in the decorators of FastAPI.
+PLANES_ROUTE: dict[str, Any] = {
+    "name": "planes",
+    "response_class": Response,
+    "responses": PLANES_RESPONSES,
+    "dependencies": CHECKED_QUERY,
+}
+
 # Retry-After header of responses to requests that are refused because the memory for planes is in use.
 RETRY_SECONDS = 1
 
@@ -38,14 +46,7 @@ JobTime = Annotated[
 ]
 
 
-@router.get(
-    "/stacks/{stack}/planes",
-    name="planes",
-    tags=["stacks"],
-    response_class=Response,
-    responses=PLANES_RESPONSES,
-    dependencies=CHECKED_QUERY,
-)
+@router.get("/stacks/{stack}/planes", tags=["stacks"], **PLANES_ROUTE)
 async def get_stack_planes(
     request: Request,
     runtime: RuntimeDependency,
@@ -58,14 +59,7 @@ async def get_stack_planes(
     return await _send_planes(request, runtime, volume, plane_range)
 
 
-@router.get(
-    "/jobs/{job}/planes",
-    name="planes",
-    tags=["jobs"],
-    response_class=Response,
-    responses=PLANES_RESPONSES,
-    dependencies=CHECKED_QUERY,
-)
+@router.get("/jobs/{job}/planes", tags=["jobs"], **PLANES_ROUTE)
 async def get_label_planes(
     request: Request, runtime: RuntimeDependency, job: JobId, plane_range: PlaneRangeQuery, time: JobTime = None
 ) -> Response:

@@ -13,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.dependencies import (
     CHECKED_QUERY,
-    AsyncJobsDependency,
     RuntimeDependency,
     get_caller,
     get_quota_name,
@@ -32,6 +31,7 @@ from service.api.messages.projects import (
     summarize_project,
 )
 from service.api.messages.result_headers import describe_attachment
+from service.api.requests.jobs import AsyncJobsDependency
 from service.api.requests.json_body import describe_json_body, read_json
 from service.api.requests.projects import ProjectMembers, get_projects
 from service.serving.jobs.projects.archive import make_path_part, stream_archive

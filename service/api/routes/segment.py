@@ -7,7 +7,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
 
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency
+from service.api.dependencies import RuntimeDependency
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import (
     PREFER_HEADER,
@@ -17,7 +17,7 @@ from service.api.requests.admission import (
     prefers_async,
 )
 from service.api.requests.body import segment_stack
-from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, accept_job
+from service.api.requests.jobs import ACCEPTED_RESPONSES, KEY_HEADER, AsyncJobsDependency, accept_job
 from service.api.requests.result_responses import build_stack_response, check_accept_header
 
 router = APIRouter(tags=["segmentation"])

@@ -7,11 +7,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 
-from service.api.dependencies import AsyncJobsDependency, RuntimeDependency, get_caller, get_stacks
+from service.api.dependencies import RuntimeDependency, get_caller, get_stacks
 from service.api.messages.stacks import Inspection, StackReport
 from service.api.requests.admission import STACK_REQUEST, AdmittedQuery
 from service.api.requests.body import incoming_folder, receive_file
 from service.api.requests.inspection import inspect_request
+from service.api.requests.jobs import AsyncJobsDependency
 from service.core.errors import BadParameter
 from service.serving.parameters import Query as Parameters
 from service.serving.storage.stack_store import StoredStack

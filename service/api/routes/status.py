@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request, Response
 
 from service.api.access.authentication import check_admin, check_trainer, get_identity
 from service.api.dependencies import (
-    AsyncJobsDependency,
     RuntimeDependency,
     get_annotations,
     get_caller,
@@ -30,6 +29,7 @@ from service.api.messages.status import (
     report_recent_segmentations,
     report_requests,
 )
+from service.api.requests.jobs import AsyncJobsDependency
 from service.core.errors import FeatureDisabled, NotReady, Unauthorized
 from service.core.hardware import gpus
 from service.serving.metrics import CONTENT_TYPE

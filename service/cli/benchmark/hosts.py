@@ -104,7 +104,7 @@ def _submit(scheduler: Scheduler, spec: ModelSpec, volume: Volume) -> Job[Any]:
     window_count = scheduler.models.get_estimator(spec).estimate(volume, ORIGINAL_RESOLUTION).windows
 
     def segment(job: Job[Any]) -> None:
-        reservation.segment(job, volume, ORIGINAL_RESOLUTION)
+        reservation.model.segment(job, volume, ORIGINAL_RESOLUTION, reservation.request, job.advance)
 
     job: Job[Any] = Job(spec.name, segment, window_count=window_count, is_ready=False)
     scheduler.queue.put(job)

@@ -8,8 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service.cli.benchmark.engine_comparison import EngineRow, format_precision
 from service.cli.benchmark.results import Repeat, Report
 from service.cli.benchmark.timing import Spread
@@ -20,16 +18,6 @@ DERIVED_VALUE_NAMES = ("voxels_per_second", "gflop_per_second", "peak_share")
 TABLE_HEADER = (
     "| {} | batch size | ms per window | windows/s | GFLOP/s | share of peak | speed relative to the first row |"
 )
-
-
-def format_device(name: str, threads: int) -> str:
-    """Return the line with the device, the threads and the torch version."""
-    return f"{name}, {threads} threads, torch {torch.__version__}"
-
-
-def format_start(seconds: float, engine_label: str) -> str:
-    """Return the line for one startup. `engine_label` describes how the engine was selected."""
-    return f"ready after {seconds:.1f} s ({engine_label})"
 
 
 def format_engine(model: str, engine: EngineReport, *, tf32_allowed: bool) -> Iterator[str]:

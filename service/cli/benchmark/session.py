@@ -75,7 +75,7 @@ def run(spec: ModelSpec, settings: Settings, plan: BenchPlan, print_line: PrintL
     _check_plan(plan)
     torch_device = devices.choose_device(settings.device.name)
     threads = settings.device.threads or host.count_usable_cores()
-    print_line(report.format_device(devices.get_device_name(torch_device), threads))
+    print_line(f"{devices.get_device_name(torch_device)}, {threads} threads, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="bench-") as folder_name, open_batcher(settings) as batcher:
         folder = Path(folder_name)
         requests.write_stack(spec, plan.shape, folder / "stack.tif")
@@ -153,7 +153,7 @@ def _time_starts(
         engine = model.report()
         engine_label = f"{engine.planned}, cached" if engine.cached else engine.planned
         starts[engine_label] = time.perf_counter() - start
-        print_line(report.format_start(starts[engine_label], engine_label))
+        print_line(f"ready after {starts[engine_label]:.1f} s ({engine_label})")
     return starts, model
 
 

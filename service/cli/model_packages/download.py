@@ -124,7 +124,7 @@ class Downloader:
             except (OSError, http.client.HTTPException) as error:
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()
-                if isinstance(error, OSError) and error.filename is not None and not _is_status(error):
+                elif isinstance(error, OSError) and error.filename is not None:
                     raise  # an error of the local disk
                 attempts = 1 if transfer.received > received_before else attempts + 1
                 if attempts >= MAX_FRUITLESS_ATTEMPTS or not _is_temporary(error):
@@ -215,10 +215,6 @@ def _is_continuation(status: int, headers: Message, transfer: _Transfer) -> bool
     if not is_expected or not is_same_size or _get_validator(headers) not in {None, transfer.validator}:
         raise UnsupportedPackage(f"{transfer.url}: the file on the server changed during the download. Try again.")
     return True
-
-
-def _is_status(error: OSError) -> bool:
-    return isinstance(error, urllib.error.HTTPError)
 
 
 def _is_valid_url(url: str) -> bool:

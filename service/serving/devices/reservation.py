@@ -15,7 +15,7 @@ from service.serving.devices.models.model import DeviceModel, ProgressCallback, 
 from service.serving.devices.queue.job import Job, Progress, ResourceNeeds
 
 if TYPE_CHECKING:
-    from service.inference.types import DiameterEstimate, PlannedRequest, Result
+    from service.inference.types import PlannedRequest, Result
     from service.serving.devices.device import Scheduler
     from service.serving.devices.models.cache import Lease
     from service.serving.devices.queue.job_queue import JobQueue
@@ -27,13 +27,13 @@ class Reservation:
     scheduler   scheduler of the device
     model_name  name of the model
     folder      folder for the labels of a series; None for the system's temporary folder
+    request     the request as planned by `estimate_needs`; None if planning failed, as segmenting then raises the error
     """
 
     def __init__(self, scheduler: Scheduler, model_name: str, folder: Path | None = None) -> None:
         self._scheduler, self._model_name, self._folder = scheduler, model_name, folder
         self._lease: Lease[DeviceModel] | None = None
-        # Set after the model has been loaded. None if planning fails; in that case, segmenting raises the same error.
-        self._request: PlannedRequest | None = None
+        self.request: PlannedRequest | None = None
         self._needs: ResourceNeeds | None = None
 
     @property
@@ -66,30 +66,17 @@ class Reservation:
         """Return the resources that the request needs. Call this only after the model has been loaded."""
         if self._needs is None:
             try:
-                self._request = self.model.estimator.plan_request(volume, options)
-                self._needs = make_resource_needs(self._request.estimate)
+                self.request = self.model.estimator.plan_request(volume, options)
+                self._needs = make_resource_needs(self.request.estimate)
             except Exception:  # noqa: BLE001 - segmenting raises the error again, which makes the job fail
                 self._needs = ResourceNeeds()
         return self._needs
 
-    def segment(self, job: Job[Any], volume: Volume | Series, options: Options) -> Result:
-        """Segment a volume or a series on the device.
+    def segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
+        """Segment the time points of a series in one job, which shares the device like the job of a single volume.
 
-        Raises the same errors as `DeviceModel.segment` or, for a series, as `segment_series`.
+        Raises the same errors as `service.inference.series.time_points.segment_series`.
         """
-        if isinstance(volume, Series):
-            return self._segment_series(job, volume, options)
-        return self.model.segment(job, volume, options, self._request, job.advance)
-
-    def estimate_diameter(self, job: Job[Any], volume: Volume, options: Options) -> DiameterEstimate | None:
-        """Estimate the object diameter on the device; return None if `segment` would not estimate it.
-
-        Raises the same errors as `segment`.
-        """
-        return self.model.estimate_diameter(job, volume, options)
-
-    def _segment_series(self, job: Job[Any], series: Series, options: Options) -> Result:
-        """Segment the time points of a series in one job, which shares the device like the job of a single volume."""
         model = self.model
 
         def segment(volume: Volume, options: Options, progress: ProgressCallback) -> Result:

@@ -31,6 +31,7 @@ from service.serving.parameters import SegmentationRequest
 from service.serving.reading import DeferredPixels, Pixels, PixelSource
 from service.serving.results.answers import RECEIPT_FILE, confirm_delivery, describe_answer, write_answer
 from service.serving.results.provenance import hash_file
+from service.serving.segmentation import segment_pixels
 from service.serving.storage.disk import translate_disk_errors
 
 if TYPE_CHECKING:
@@ -225,7 +226,9 @@ class JobRunner:
         if self._runtime.is_draining or active_job.pixels is None or not self._begin_job(active_job):
             raise Cancelled("The job was canceled before it began.")
         active_job.stages.add("queue", max(job.seconds_waited - active_job.stages.seconds["read"], 0.0))
-        return active_job.reservation.segment(job, active_job.pixels.segmentation_input, active_job.query.options)
+        return segment_pixels(
+            active_job.reservation, job, active_job.pixels.segmentation_input, active_job.query.options
+        )
 
     def _begin_job(self, active_job: ActiveJob) -> bool:
         """Record that the job is running. Return False if the job must not run. Ignore storage errors."""

@@ -9,17 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tifffile
-from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
+from live import LabelTiff, LiveServer, as_tiff, make_live_fixture
 from numpy.typing import NDArray
 from paths import ROOT
 
 triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[LiveServer]:
-    with serve(eager_settings(ROOT / "models", models={"serve": ["nuclei"]}, device={"threads": 2})) as running:
-        yield running
+live = make_live_fixture(ROOT / "models", models={"serve": ["nuclei"]}, device={"threads": 2})
 
 
 @pytest.fixture(scope="module")

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import pytest
 from fakes import FakeSegmenter, wait_until
-from live import LiveServer, eager_settings, parse_problem, serve
+from live import LiveServer, make_live_fixture, parse_problem
 
 from service.serving.metrics import MAX_RECENT_SEGMENTATIONS
 
-
-@pytest.fixture(scope="module")
-def live(bands_repository: Path) -> Iterator[LiveServer]:
-    settings = eager_settings(bands_repository, limits={"at_once": 1})
-    with serve(settings, load=FakeSegmenter) as live:  # type: ignore[arg-type]
-        yield live
+live = make_live_fixture(load=FakeSegmenter, limits={"at_once": 1})
 
 
 def test_status_lists_running_waiting_and_finished_requests(live: LiveServer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import shutil
 import signal
 import subprocess
@@ -19,7 +18,7 @@ import tifffile
 import yaozarrs
 from fakes import wait_until
 from imagecodecs import png_decode
-from live import as_tiff
+from live import as_tiff, read_recorded_stacks
 from paths import ROOT
 from zarr_files import write_zarr
 
@@ -47,13 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(random_nuclei: ModelSpec, write_config: Any) -> Path:
     return Path(write_config(random_nuclei.folder.parent))
-
-
-def read_recorded_stacks(out: Path) -> list[str]:
-    """Return the stacks recorded so far, in the order in which they were added."""
-    path = out / "stacks.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [content["stack"] for content in map(json.loads, lines) if "stack" in content]
 
 
 def read_table(path: Path) -> list[dict[str, str]]:

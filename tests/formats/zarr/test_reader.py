@@ -182,7 +182,6 @@ def edit_json(store: Path, name: str, **changes: Any) -> None:
     (store / name).write_text(json.dumps(content))
 
 
-BLOSC = {"id": "blosc"}
 HOSTILE_METADATA: dict[str, tuple[str, dict[str, Any], type[RequestError], str]] = {
     "huge shape": ("0/.zarray", {"shape": [2**40, 2**40, 2**40]}, TooLarge, "decodes to"),
     "shape beyond the range of integers": ("0/.zarray", {"shape": [10**400, 5, 5]}, BadFile, "is not valid"),

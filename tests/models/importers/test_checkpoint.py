@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from importing import Trap
 from safetensors.torch import save_file
 from torch import nn
 
@@ -24,16 +25,6 @@ from service.models.importers.checkpoint import fit_tensors, list_other_tensors,
 from service.models.spec import Architecture
 
 SMALL_ARCHITECTURE = Architecture(name="ShuffleUNet", arguments={"in_channels": 1, "out_channels": 2, "widths": [4, 8]})
-
-
-class Trap:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def test_pickles_with_objects_other_than_tensors_are_rejected(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import wait_until
-from live import LiveServer, as_tiff, eager_settings, parse_problem, serve
+from live import LiveServer, as_tiff, make_live_fixture, parse_problem
 from numpy.typing import NDArray
 from paths import ROOT
 
@@ -26,11 +25,7 @@ from service.formats.tiff.writer import read_provenance
 Rows = list[dict[str, str]]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    scratch = tmp_path_factory.mktemp("scratch")
-    with serve(eager_settings(ROOT / "models", server={"scratch_folder": scratch})) as running:
-        yield running
+live = make_live_fixture(ROOT / "models")
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from service.core.sections.serving import Access, References
 from service.core.telemetry import configure_logging
 from service.engine.compile import torch_compile
 from service.inference.windows.batching.window_request import BatchShare
+from service.serving.devices.cluster.actor import ActorFactory
 from service.serving.devices.cluster.exchange import (
     ActorStatus,
     LoadedModelReport,
@@ -28,6 +29,7 @@ from service.serving.devices.cluster.exchange import (
     Task,
     store_result,
 )
+from service.serving.devices.cluster.ray_cluster import make_actor_factory
 from service.serving.devices.local.device import LoadFunction, LocalDevice, SharedResources
 from service.serving.devices.queue.job import Job, ResourceNeeds
 from service.serving.devices.reservation import Reservation
@@ -90,7 +92,10 @@ class DeviceActor:
         stored_volume = _require_volume(task)
 
         def segment(job: Job[Any], reservation: Reservation) -> StoredResult:
-            result = reservation.segment(job, stored_volume.open(), task.options)
+            # Without a name for the volume, so that its pixels are freed before the labels are written.
+            result = reservation.model.segment(
+                job, stored_volume.open(), task.options, reservation.request, job.advance
+            )
             return store_result(result, stored_volume.path.with_name(f"labels-{uuid.uuid4().hex[:12]}"))
 
         return self._run(task, segment)
@@ -99,7 +104,7 @@ class DeviceActor:
         """Estimate the object diameter in the volume of a task."""
         stored_volume = _require_volume(task)
         return self._run(
-            task, lambda job, reservation: reservation.estimate_diameter(job, stored_volume.open(), task.options)
+            task, lambda job, reservation: reservation.model.estimate_diameter(job, stored_volume.open(), task.options)
         )
 
     def cancel(self, task_id: str) -> None:
@@ -155,6 +160,18 @@ class DeviceActor:
         finally:
             with self._lock:
                 del self._jobs[task.id]
+
+
+def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
+    """Connect to the cluster, and return a function that requests a `DeviceActor`.
+
+    load  loads a model onto the actor's device
+
+    Raises the same errors as `make_actor_factory`.
+    """
+    # Twice the limit on concurrent requests, because an actor also runs the requests of lost actors.
+    max_concurrent_calls = 2 * settings.limits.at_once
+    return make_actor_factory(settings.cluster, max_concurrent_calls, DeviceActor, make_actor_settings(settings), load)
 
 
 def _require_volume(task: Task) -> StoredVolume:

@@ -13,12 +13,9 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any
 
-from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.core.sections.computing import Cluster
 from service.serving.devices.cluster.actor import Actor, ActorFactory, WorkerLost
-from service.serving.devices.cluster.device_actor import DeviceActor, make_actor_settings
-from service.serving.devices.local.device import LoadFunction
 
 # Methods that can take as long as a request. Other methods run in separate control threads.
 LONG_RUNNING_METHODS = frozenset({"load", "segment", "estimate_diameter", "run_block"})
@@ -28,26 +25,23 @@ CONTROL_THREAD_COUNT = 2
 log = logging.getLogger(__name__)
 
 
-def connect_cluster(settings: Settings, load: LoadFunction) -> ActorFactory:
-    """Connect to the cluster, and return a function that requests an actor.
+def make_actor_factory(cluster: Cluster, max_concurrent_calls: int, actor_class: type, *arguments: Any) -> ActorFactory:
+    """Connect to the cluster, and return a function that requests an actor of class `actor_class`.
 
-    Ray starts the actor when resources are available.
-
-    load  loads a model onto the actor's device
+    Ray starts the actor when resources are available. The actor runs up to `max_concurrent_calls` long calls
+    concurrently. `arguments` are the arguments of its constructor.
 
     Raises ConfigError if Ray is not installed, the cluster does not respond, or token authentication is not enabled.
     """
-    cluster = settings.cluster
     ray = _connect(cluster.address)
-    # Twice the limit on concurrent requests, because an actor also runs the requests of lost actors.
-    make_handle = _make_handle_factory(ray, DeviceActor, cluster, 2 * settings.limits.at_once)
-    return lambda: RayActor(ray, make_handle(make_actor_settings(settings), load))
+    make_handle = _make_handle_factory(ray, actor_class, cluster, max_concurrent_calls)
+    return lambda: RayActor(ray, make_handle(*arguments))
 
 
 def make_actors(address: str, cluster: Cluster, count: int, actor_class: type) -> list[Actor]:
     """Request `count` actors of class `actor_class` from the cluster at `address`. Each runs one long call at a time.
 
-    Raises ConfigError for the same reasons as `connect_cluster`.
+    Raises ConfigError for the same reasons as `make_actor_factory`.
     """
     ray = _connect(address)
     if shortage := describe_shortage(ray.cluster_resources(), cluster, count):

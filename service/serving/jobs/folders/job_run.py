@@ -27,7 +27,7 @@ from service.serving.jobs.folders.segment_folder import (
 from service.serving.parameters import Query, SegmentationRequest
 from service.serving.reading import Pixels, PixelSource
 from service.serving.results.metadata import ResultMetadata
-from service.serving.segmentation import DeviceRequest, queue_work
+from service.serving.segmentation import DeviceRequest, queue_work, segment_pixels
 from service.serving.storage.host_files import HostFiles, Source
 
 if TYPE_CHECKING:
@@ -258,17 +258,15 @@ class FolderRun:
                 return
 
     def _segment(self, pixels: Volume | Series, options: Options) -> Result:
-        def segment(reservation: Reservation, job: Job[Result]) -> Result:
-            return reservation.segment(job, pixels, options)
-
-        result = self._run_on_device(pixels, options, segment)
+        work = partial(segment_pixels, pixels=pixels, options=options)
+        result: Result = self._run_on_device(pixels, options, work)
         object_count = result.segmentation.count
         self._runtime.metrics.count_segmentation(self._spec.name, pixels.voxel_count, object_count, result.seconds)
         return result
 
     def _estimate_diameter(self, volume: Volume, options: Options) -> DiameterEstimate | None:
         def estimate(reservation: Reservation, job: Job[DiameterEstimate | None]) -> DiameterEstimate | None:
-            return reservation.estimate_diameter(job, volume, options)
+            return reservation.model.estimate_diameter(job, volume, options)
 
         return self._run_on_device(volume, options, estimate)
 

@@ -18,7 +18,7 @@ from service.models.spec import ModelSpec
 
 MODEL = ROOT / "tests" / "data" / "cellpose" / "CP_synthetic"
 SAM_MODEL = MODEL.with_name("cpsam_synthetic")
-FIRST, LAST = "downsample.down.res_down_0.conv.conv_0.2.weight", "output.2.weight"
+FIRST = "downsample.down.res_down_0.conv.conv_0.2.weight"
 
 
 def save(folder: Path, name: str = "CP_edited", model: Path = MODEL, **changes: Tensor | None) -> Path:

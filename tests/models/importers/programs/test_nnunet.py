@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from importing import import_model
+from importing import Trap, import_model
 from live import eager_settings
 from numpy.typing import NDArray
 from paths import ROOT
@@ -213,16 +213,6 @@ def test_operator_can_replace_a_normalization_that_is_not_supported(tmp_path: Pa
     spec, notes = import_model(folder, tmp_path / "models", {"input": {"normalisation": {"kind": "zscore"}}})
     assert spec.input.normalisation.kind == "zscore"
     assert any("background of zeros" in note for note in notes)
-
-
-class Trap:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.path,)
 
 
 def change_encoder_alias(checkpoint: dict[str, Any]) -> None:
