@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, ConfigError, JobNotFinished, NotReady, ResultUnavailable
+from service.core.errors import BadParameter, ConfigError, JobNotFinished, NotReady, ResultUnavailable, StackSegError
 from service.core.types import CancellationCheck, Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
@@ -316,11 +316,13 @@ class JobManager:
                 self.runner.record_failures,
                 self._clean_up,
             ):
+                # Continue after an error, so that it does not block all cleanup and retries.
                 try:
                     step()
+                except StackSegError as error:
+                    log.warning("Maintenance of the folders and jobs failed and will be retried. %s", error)
                 except Exception:
-                    # Continue with the other steps, so that one error does not block all cleanup and retries.
-                    log.exception("maintenance of the folders and jobs failed and will be retried")
+                    log.exception("Maintenance of the folders and jobs failed and will be retried.")
 
     def _repair_folders(self) -> None:
         """Recreate deleted folders. The service is not ready until a later check finds no deleted folders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pwd
 import shutil
 import sqlite3
@@ -119,6 +120,15 @@ def test_jobs_fail_with_the_reason_if_a_storage_error_persists(
     wait_until(lambda: list_job_files(tmp_path) == [])
     for job in jobs:
         assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+
+
+def test_storage_error_during_maintenance_is_logged_as_one_line(
+    service: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock_database(tmp_path):
+        service.async_jobs._last_cleanup = -math.inf
+        wait_until(lambda: "will be retried. The job database cannot be used" in caplog.text)
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("storage_error", STORAGE_ERRORS.values(), ids=STORAGE_ERRORS)
