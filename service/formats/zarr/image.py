@@ -67,8 +67,7 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
     folder, attributes, scenes = _find_group(store, scene)
     with translate_errors("its OME metadata"):
         multiscale, scenes = _choose_multiscale(attributes, scenes, scene)
-        datasets = list(multiscale["datasets"])
-        finest_candidates = _list_finest_candidates(datasets)
+        finest_candidates = _list_finest_candidates(list(multiscale["datasets"]))
     array, dataset = _open_finest(store, folder, finest_candidates)
     with translate_errors("its OME metadata"):
         version = str(attributes.get("version") or multiscale.get("version") or "")
@@ -115,7 +114,7 @@ def _make_scene_notes(scenes: tuple[str, ...], scene: int | str | None) -> tuple
 
 
 def _list_finest_candidates(datasets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the metadata of the arrays that may have the full resolution, beginning with the one with finest scale.
+    """Return the metadata of the arrays that may have the full resolution, beginning with the finest scale.
 
     The specification requires that the first array is the largest, but some programs write the reverse order, and
     sorting paths as text puts `10` before `2`. The scales reveal the finest array without opening all of them.

@@ -165,8 +165,10 @@ class TrainingQueue:
     def _save_again(self) -> None:
         """Write the records to disk that could not be written before."""
         with self.condition:
-            for record in [self._records[training_id] for training_id in self._unsaved_ids]:
-                self.save(record)
+            # A run may have been deleted before its end.
+            self._unsaved_ids &= self._records.keys()
+            for training_id in list(self._unsaved_ids):
+                self.save(self._records[training_id])
 
     def delete(self, record: TrainingRecord) -> None:
         """Delete the record of a finished training run. Raises StorageUnavailable."""

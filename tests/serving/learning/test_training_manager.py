@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -437,6 +438,14 @@ def test_result_of_a_training_run_is_recorded_as_soon_as_possible(
     moved_folder.rename(records_folder)
     wait_until(lambda: '"done"' in (records_folder / f"{record.id}.json").read_text())
     assert service.load_queue().find(record.id, "ann").state == "done"
+
+
+def test_record_that_was_deleted_before_it_could_be_written_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "trainings").write_text("not a folder")
+    queue, stopped = TrainingQueue(tmp_path / "trainings"), threading.Event()
+    stopped.set()
+    queue.save(TrainingRecord("0" * 32, "ann", "mine", "base/1", [], 1.0, 0.0, state="cancelled"))
+    assert queue.wait_for_next_run(stopped) is None
 
 
 def test_full_disk_after_training_is_reported(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
