@@ -48,6 +48,7 @@ class Selection:
     voxel_size        overrides the metadata of the file
     allow_incomplete  whether to read files that have fewer planes than their metadata declares
     scene             index or name of one of several images in the file; None: the only or the largest image
+    is_labels         whether the pixels are labels, so that files with lossy compression are refused
     """
 
     channel: int | str | None = None
@@ -56,6 +57,7 @@ class Selection:
     voxel_size: VoxelSize | None = None
     allow_incomplete: bool = False
     scene: int | str | None = None
+    is_labels: bool = False
 
 
 class Extent(Protocol):

@@ -119,6 +119,19 @@ def test_evaluate_compares_only_annotated_voxels(
     assert "cannot be combined with --partial-planes" in run_stackseg("evaluate", *files, *config, status=1)
 
 
+def test_evaluate_refuses_labels_that_are_not_whole_numbers(
+    config: list[str], stack: Path, tmp_path: Path, run_stackseg: Any
+) -> None:
+    labels = read(stack / "mask.tif").read_all()[0]
+    for pixels, message in (
+        (labels.astype(np.int16) - 1, "must not be negative"),
+        (labels.astype(np.float32) / 2, "whole numbers"),
+    ):
+        tifffile.imwrite(tmp_path / "labels.tif", pixels, photometric="minisblack")
+        files = ("--images", stack / "image.tif", "--labels", tmp_path / "labels.tif")
+        assert message in run_stackseg("evaluate", *files, *config, status=1)
+
+
 def test_evaluate_uses_each_requested_diameter(
     write_model: Any,
     random_nuclei_content: dict[str, Any],

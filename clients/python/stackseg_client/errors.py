@@ -248,7 +248,7 @@ def parse_problem(status: int, headers: Mapping[str, str], content: bytes) -> Pr
         instance=str(members.get("instance", "")),
         parameter=members.get("parameter"),
         suggested=dict(members.get("suggested") or {}),
-        retry_after=_parse_retry_after(headers.get("Retry-After")),
+        retry_after=_parse_retry_after(headers.get("Retry-After"), headers.get("Date")),
         members=members,
     )
 
@@ -259,8 +259,11 @@ def _get_default_class(status: int) -> type[ProblemError]:
     return ServerError if status == 500 else CapacityError
 
 
-def _parse_retry_after(text: str | None) -> float | None:
-    """Parse a number of seconds or an HTTP date (RFC 9110, section 10.2.3)."""
+def _parse_retry_after(text: str | None, date: str | None) -> float | None:
+    """Parse a number of seconds or an HTTP date (RFC 9110, section 10.2.3).
+
+    date  the time at which the response was sent, so that the clock of this computer does not matter
+    """
     if text is None:
         return None
     try:
@@ -268,6 +271,7 @@ def _parse_retry_after(text: str | None) -> float | None:
     except ValueError:
         pass
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        now = time.time() if date is None else email.utils.parsedate_to_datetime(date).timestamp()
+        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - now)
     except ValueError:
         return None

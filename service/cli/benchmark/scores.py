@@ -21,7 +21,7 @@ from service.core.types import Selection, Volume
 from service.formats import stack_reader
 from service.inference.runner.model_runner import ModelRunner
 from service.training.evaluate import HEADER, ScoreRow, format_row, get_stack_name, score_classical, score_model
-from service.training.stacks.annotated_stack import LabelOptions, separate_unknown_voxels
+from service.training.stacks.annotated_stack import LabelOptions, convert_labels, separate_unknown_voxels
 
 
 def run(options: argparse.Namespace, settings: Settings) -> None:
@@ -69,13 +69,16 @@ def _check_diameters(options: argparse.Namespace) -> None:
 
 
 def _read_pair(image: Path, labels: Path, channel: str | None, settings: Settings) -> tuple[Volume, NDArray[Any]]:
-    """Read one channel of a stack, and its labels [Z, Y, X]. Raises BadFile, and BadParameter if the shapes differ."""
+    """Read one channel of a stack, and its labels [Z, Y, X].
+
+    Raises BadFile, and BadParameter if the shapes differ or the labels are not whole numbers from 0.
+    """
     channel_selection = int(channel) if channel and is_index(channel) else channel
     limit_bytes = settings.limits.decoded_bytes
     volume = stack_reader.read(image, Selection(channel=channel_selection), limit_bytes)
-    truth = stack_reader.read(labels, Selection(), limit_bytes)
+    truth = stack_reader.read(labels, Selection(is_labels=True), limit_bytes)
     if truth.shape != (1, *volume.shape[1:]):
         raise BadParameter(
             f"{image} and {labels} must have the same shape, but have {volume.shape[1:]} and {truth.shape}."
         )
-    return volume, truth.read_all()[0]
+    return volume, convert_labels(truth.read_all()[0], get_stack_name(labels))

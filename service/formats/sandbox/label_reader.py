@@ -65,13 +65,13 @@ def _choose_axes(file: int, shape: Size, limit_bytes: int) -> Selection:
 
     A three-dimensional array with the shape of the stack is read as ZYX, regardless of its metadata. `file` stays open.
     """
-    zyx_selection = Selection(axes="ZYX")
+    zyx_selection = Selection(axes="ZYX", is_labels=True)
     try:
         has_stack_shape = stack_reader.inspect(file, zyx_selection, limit_bytes, keep_open=True).shape == (1, *shape)
     except RequestError:
         has_stack_shape = False
     os.lseek(file, 0, os.SEEK_SET)
-    return zyx_selection if has_stack_shape else Selection()
+    return zyx_selection if has_stack_shape else Selection(is_labels=True)
 
 
 def _make_location(placement: Placement, *, is_decoded: bool) -> VolumeLocation:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.core.types import Segmentation
@@ -42,6 +42,14 @@ def make_description(segmentation: Segmentation) -> str:
     elif segmentation.kind == "probabilities":
         lines += ["min=0.0", "max=1.0"]
     return "\n".join(lines) + "\n"
+
+
+def make_gray_value_notes(header: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note if ImageJ shows other gray values than the stored ones, as for images with signed integers."""
+    if "cf" not in header:
+        return ()
+    formula = f" ({header.get('c0')} + {header.get('c1')} x stored value)" if header["cf"] == 0 else ""
+    return (f"ImageJ converts the gray values of the file{formula}. The stored values are used, also in measurements.",)
 
 
 def make_provenance_lines(provenance: Mapping[str, str]) -> str:

@@ -328,6 +328,12 @@ def get_page_notes(page: TiffPage) -> tuple[str, ...]:
     return _get_value_notes(page)
 
 
+def is_inverted(page: TiffPage) -> bool:
+    """Return whether the values of a page are inverted, with 0 as white."""
+    # tifffile reports a missing tag as 0.
+    return bool(page.tags.valueof("PhotometricInterpretation", None) == 0)
+
+
 def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
     if page.is_reduced and page.subifds is not None:
         return ("The file marks its pages as reduced copies of images that are stored elsewhere, which are not read.",)

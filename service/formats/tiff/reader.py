@@ -16,6 +16,7 @@ from service.formats.axes import Layout
 from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock
 from service.formats.tiff import ifd, metadata, pixels, series
+from service.formats.tiff.planes.decompression import check_lossless
 from service.formats.tiff.planes.stored_image import StoredImage, translate_errors
 
 
@@ -60,6 +61,8 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
     with translate_errors("reading the tags"):
         tiff = series.open_pages(stream)
         image = series.find_image(tiff, structure, selection)
+        if selection.is_labels:
+            check_lossless(image.page)
         layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
         channel_names = _get_channel_names(image, layout)
         part = axes.select_part(layout, channel_names, selection)

@@ -22,7 +22,7 @@ from service.formats.axes import select_scene
 from service.formats.sampling import Calibration
 from service.formats.tiff import calibration, metadata
 from service.formats.tiff.ifd import Structure
-from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE
+from service.formats.tiff.imagej_metadata import PROVENANCE_NAMESPACE, make_gray_value_notes
 from service.formats.tiff.ome import document, parser
 from service.formats.tiff.ome.parser import OmeImage
 from service.formats.tiff.planes import page_loader
@@ -78,14 +78,14 @@ def find_image(tiff: TiffFile, structure: Structure, selection: Selection) -> St
         image = _add_details(plain_image, tiff)
     if not image.is_contiguous:
         image = replace(image, pages=page_loader.restore_own_tags(tiff, structure, image.pages))
-    for page in image.keyframes:
-        _check_decodable(page)
+    _check_pages(image.keyframes)
     if f'"{PROVENANCE_NAMESPACE}"' in tiff.pages.first.description:
         image = replace(
             image, notes=(*image.notes, "The file is a result of StackSeg. Segment the original image instead.")
         )
     page_notes = dict.fromkeys(note for page in image.keyframes for note in metadata.get_page_notes(page))
-    return replace(image, calibration=_find_calibration(image, tiff), notes=(*image.notes, *page_notes))
+    notes = (*image.notes, *page_notes, *make_gray_value_notes(tiff.imagej_metadata or {}))
+    return replace(image, calibration=_find_calibration(image, tiff), notes=notes)
 
 
 def _find_calibration(image: StoredImage, tiff: TiffFile) -> Calibration:
@@ -309,6 +309,13 @@ def _require_all_pages(pages: Sequence[Page | None]) -> tuple[Page, ...]:
         missing_count = len(pages) - len(present_pages)
         raise BadFile(f"The file lacks {missing_count} of {len(pages)} planes. Export the whole image as one file.")
     return present_pages
+
+
+def _check_pages(pages: Sequence[TiffPage]) -> None:
+    for page in pages:
+        _check_decodable(page)
+    if len({metadata.is_inverted(page) for page in pages}) > 1:
+        raise BadFile("Some pages are stored inverted, with 0 as white, and others are not. Export the stack again.")
 
 
 def _check_decodable(page: TiffPage) -> None:

@@ -59,7 +59,14 @@ _MATLAB_73_EXPRESSION = "h5py.File('stack.mat')['NAME'][:].transpose(0, 2, 1).as
 _MAX_FIRST_NAME_END = 130
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
+_ROIS = _Format(
+    "ImageJ ROI",
+    ((b"Iout", 0),),
+    "It contains only outlines. Open the stack and the ROIs in Fiji, convert the ROIs to a label image, for example"
+    " with BIOP's ROIs to Label Image, and send the labels as TIFF.",
+)
 _FORMATS = (
+    _ROIS,
     _Format("JPEG 2000 or an early Nikon ND2", ((b"jP  ", 4),), _make_bioformats_advice("nd2", "bioio-nd2")),
     _Format("Olympus OIR", ((b"OLYMPUSRAWFORMAT", 0),), _make_bioformats_advice("oir")),
     _Format(
@@ -142,8 +149,10 @@ def _identify_format(head: bytes) -> _Format | None:
         return _OTHER_HDF5
     if head.lstrip().startswith((b"<?xml", b"<OME")) and b"<OME" in head:
         return _OME_XML
-    if head.startswith(b"PK\x03\x04") and b".npy" in head[:_MAX_FIRST_NAME_END]:
-        return _NUMPY_ARCHIVE
+    if head.startswith(b"PK\x03\x04"):
+        for suffix, archive in ((b".npy", _NUMPY_ARCHIVE), (b".roi", _ROIS)):
+            if suffix in head[:_MAX_FIRST_NAME_END]:
+                return archive
     for file_format in _FORMATS:
         if any(head.startswith(signature, position) for signature, position in file_format.signatures):
             return file_format

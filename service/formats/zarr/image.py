@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import mul
 from typing import Any
@@ -66,8 +67,8 @@ def find_image(store: Store, scene: int | str | None = None) -> ZarrImage:
     folder, attributes, scenes = _find_group(store, scene)
     with translate_errors("its OME metadata"):
         multiscale, scenes = _choose_multiscale(attributes, scenes, scene)
-        datasets = [multiscale["datasets"][index] for index in (0, -1)]
-    array, dataset = _open_finest(store, folder, *datasets)
+        finest_candidates = _list_finest_candidates(list(multiscale["datasets"]))
+    array, dataset = _open_finest(store, folder, finest_candidates)
     with translate_errors("its OME metadata"):
         version = str(attributes.get("version") or multiscale.get("version") or "")
         axes = _find_axes(multiscale, dataset)
@@ -112,21 +113,35 @@ def _make_scene_notes(scenes: tuple[str, ...], scene: int | str | None) -> tuple
     )
 
 
-def _open_finest(
-    store: Store, folder: str, first: dict[str, Any], last: dict[str, Any]
-) -> tuple[ZarrArray, dict[str, Any]]:
-    """Return the array with the full resolution, and its metadata in `multiscales`.
+def _list_finest_candidates(datasets: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the metadata of the arrays that may have the full resolution, beginning with the finest scale.
 
-    The specification requires that the first array is the largest, but some programs write the reverse order.
+    The specification requires that the first array is the largest, but some programs write the reverse order, and
+    sorting paths as text puts `10` before `2`. The scales reveal the finest array without opening all of them.
     """
-    first_array = _open_dataset(store, folder, first)
-    try:
-        last_array = first_array if last is first else _open_dataset(store, folder, last)
-    except (BadFile, TooLarge):
+    scales = [_multiply_scales(dataset) for dataset in datasets]
+    finest = min(range(len(datasets)), key=lambda index: scales[index])
+    indices = dict.fromkeys((finest, 0, len(datasets) - 1))
+    return [datasets[index] for index in indices]
+
+
+def _multiply_scales(dataset: dict[str, Any]) -> float:
+    """Return the size of a pixel of an array, in any unit; infinity if it is unknown."""
+    sizes = [values for kind, values in _list_transformations(dataset, {}) if kind == "scale" and values]
+    return math.prod(abs(float(size)) for values in sizes for size in values) if sizes else math.inf
+
+
+def _open_finest(store: Store, folder: str, candidates: Sequence[dict[str, Any]]) -> tuple[ZarrArray, dict[str, Any]]:
+    """Return the largest of several arrays, or the first of the largest ones, and its metadata in `multiscales`.
+
+    Raises BadFile and TooLarge if the first one cannot be opened.
+    """
+    arrays = [(_open_dataset(store, folder, candidates[0]), candidates[0])]
+    for dataset in candidates[1:]:
         # Only the full resolution is needed. Coarser ones may not have been copied.
-        return first_array, first
-    is_first = math.prod(last_array.shape) <= math.prod(first_array.shape)
-    return (first_array, first) if is_first else (last_array, last)
+        with suppress(BadFile, TooLarge):
+            arrays.append((_open_dataset(store, folder, dataset), dataset))
+    return max(arrays, key=lambda entry: math.prod(entry[0].shape))
 
 
 def _open_dataset(store: Store, folder: str, dataset: dict[str, Any]) -> ZarrArray:
@@ -173,8 +188,16 @@ def _read_attributes(store: Store, folder: str) -> dict[str, Any]:
         if group is not None:
             if group["node_type"] != "group":
                 raise BadFile(f"The folder is a single Zarr array. {_IMAGE_ADVICE}")
-            return dict(group.get("attributes", {}).get("ome", {}))
-    return read_json(store, f"{prefix}.zattrs") or {}
+            return _select_ome(group.get("attributes") or {})
+        return _select_ome(read_json(store, f"{prefix}.zattrs") or {})
+
+
+def _select_ome(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the OME attributes of a group. From version 0.5 on, they are in `ome`.
+
+    Some programs combine Zarr format 3 with the attributes of version 0.4, or format 2 with those of version 0.5.
+    """
+    return dict(attributes.get("ome", attributes))
 
 
 def _find_axes(multiscale: dict[str, Any], dataset: dict[str, Any]) -> Any:

@@ -55,7 +55,9 @@ def _read(group: Any, segmentation: Segmentation) -> ImageCoordinates | None:
     multiscale = group.attrs.get("ome", group.attrs)["multiscales"][0]
     letters = "".join(_get_letter(axis) for axis in multiscale["axes"])
     positions = [letters.find(axis) for axis in segmentation.axes]
-    shapes = list(_read_shapes(group, multiscale["datasets"], positions[-3:]))
+    # As in `service.formats.zarr.image`, the resolutions may be in any order.
+    datasets = sorted(multiscale["datasets"], key=lambda dataset: -math.prod(group[dataset["path"]].shape))
+    shapes = list(_read_shapes(group, datasets, positions[-3:]))
     # An image without z is segmented as a stack with one plane.
     missing_axes = {axis for axis, position in zip(segmentation.axes, positions, strict=True) if position < 0}
     if missing_axes - {"Z"} or shapes[0] != list(segmentation.pixels.shape[-3:]):
@@ -64,7 +66,7 @@ def _read(group: Any, segmentation: Segmentation) -> ImageCoordinates | None:
     return ImageCoordinates(
         axes=[dict(multiscale["axes"][position]) if position >= 0 else dict(_Z_AXIS) for position in positions],
         steps=steps,
-        transformations=_read_transformations(multiscale["datasets"], positions, steps),
+        transformations=_read_transformations(datasets, positions, steps),
         common=_select_axes(multiscale.get("coordinateTransformations") or [], positions),
     )
 

@@ -1,4 +1,4 @@
-"""An unfinished job of this process, and the view of a job for its owner."""
+"""An unfinished job of this process, the view of a job for its owner, and ends that are not in the database yet."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import shutil
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from service.core.errors import StackSegError
+from service.core.errors import OutOfStorage, StackSegError, StorageUnavailable
 from service.core.hardware.devices import translate_error
 from service.core.telemetry import Stages
 from service.serving.devices.queue.job import Job, Progress
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from service.serving.jobs.folders.job_run import FolderRun
     from service.serving.jobs.folders.segment_folder import FolderOutcome
     from service.serving.jobs.record import JobRecord, JobRequest
+    from service.serving.jobs.store import JobStore
     from service.serving.reading import Pixels
     from service.serving.storage.scratch import SpaceReservation
 
@@ -156,3 +158,57 @@ def wait_for_jobs(jobs: Iterable[ActiveJob], timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
     for active_job in jobs:
         active_job.end_event.wait(max(deadline - time.monotonic(), 0.0))
+
+
+class UnrecordedEnd(NamedTuple):
+    """The end of a job.
+
+    failure  error that made the job fail; None if the job was canceled
+    time     in seconds since the Unix epoch
+    """
+
+    failure: StackSegError | None
+    time: float
+
+
+class UnrecordedEnds:
+    """The ends of jobs in memory, until `record` can write them to the database."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+        self._ends: dict[str, UnrecordedEnd] = {}
+
+    def __contains__(self, job_id: str) -> bool:
+        return job_id in self._ends
+
+    def add(self, job_id: str, failure: StackSegError | None) -> None:
+        """Add the end of a job, and record it if possible. `failure` is None for a canceled job, which has priority."""
+        if failure is None or job_id not in self._ends:
+            self._ends[job_id] = UnrecordedEnd(failure, time.time())
+        if failure is None:
+            # This may free the space for the record. A job without its input is not resumed if the process is killed.
+            with suppress(OSError):
+                self._store.get_input_path(job_id).unlink(missing_ok=True)
+        self.record()
+
+    def record(self) -> None:
+        """Write the ends to the database. The next call retries those that cannot be written yet."""
+        for job_id, end in list(self._ends.items()):
+            with suppress(OutOfStorage, StorageUnavailable, OSError):
+                # Deleting a partial result may free the space for the record.
+                self._store.delete_unneeded_files(job_id)
+                if end.failure is None:
+                    self._store.cancel(job_id)
+                else:
+                    self._store.fail(job_id, end.failure)
+                self._ends.pop(job_id, None)
+                self._store.delete_unneeded_files(job_id)
+
+    def add_to(self, record: JobRecord) -> JobRecord:
+        """Return the record of a job with its end, unless the database already contains an end."""
+        end = self._ends.get(record.id)
+        if end is None or record.has_ended:
+            return record
+        return replace(
+            record, state="cancelled" if end.failure is None else "failed", failure=end.failure, ended=end.time
+        )

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from service.core.config import Settings
-from service.core.errors import BadParameter, ConfigError, JobNotFinished, NotReady, ResultUnavailable, StackSegError
+from service.core.errors import (
+    BadParameter,
+    ConfigError,
+    JobNotFinished,
+    NotReady,
+    OutOfStorage,
+    ResultUnavailable,
+    StackSegError,
+    StorageUnavailable,
+)
 from service.core.types import CancellationCheck, Description
 from service.serving.devices.queue.job_queue import JobQueue
 from service.serving.devices.queue.threads import JobThreads
@@ -116,7 +124,7 @@ class JobManager:
         if self._maintenance_thread.ident is not None:
             self._maintenance_thread.join()
         self._writers.shutdown()
-        self.runner.record_failures()
+        self.runner.unrecorded_ends.record()
         self._store.close()
 
     @property
@@ -223,7 +231,8 @@ class JobManager:
 
     def list_newest(self, owner: str | None, limit: int) -> list[JobView]:
         """Return up to `limit` jobs of this owner, newest first."""
-        return [self._view(self._add_failure(record)) for record in self._store.list_newest(owner, limit)]
+        records = self._store.list_newest(owner, limit)
+        return [self._view(self.runner.unrecorded_ends.add_to(record)) for record in records]
 
     def uses_model(self, model: str) -> bool:
         """Return whether an unfinished job uses this model."""
@@ -232,15 +241,22 @@ class JobManager:
     def cancel(self, job_id: str, owner: str | None, *, keep_finished: bool = False) -> None:
         """Cancel an unfinished job. Delete a finished job with its result unless `keep_finished` is set.
 
-        Raises UnknownJob.
+        An active job is canceled even if this cannot be recorded yet. Raises UnknownJob.
         """
         self._store.find(job_id, owner)
-        if not self._store.cancel(job_id):
-            if not keep_finished:
-                self._store.delete(job_id)
-            return
-        if (active_job := self.runner.find(job_id)) is not None:
+        active_job = self.runner.find(job_id)
+        try:
+            is_cancelled = self._store.cancel(job_id)
+        except (OutOfStorage, StorageUnavailable):
+            if active_job is None:
+                raise
             active_job.job.cancel()
+            self.runner.unrecorded_ends.add(job_id, None)
+            return
+        if is_cancelled and active_job is not None:
+            active_job.job.cancel()
+        elif not is_cancelled and not keep_finished:
+            self._store.delete(job_id)
 
     def open_result(self, job_id: str, owner: str | None) -> tuple[BinaryIO, ResultMetadata]:
         """Return the open result file and its metadata. The file stays readable if the job is deleted.
@@ -263,15 +279,7 @@ class JobManager:
             ) from None
 
     def _find(self, job_id: str, owner: str | None) -> JobRecord:
-        return self._add_failure(self._store.find(job_id, owner))
-
-    def _add_failure(self, record: JobRecord) -> JobRecord:
-        """Add the failure of the job to the record, unless the database already contains the failure."""
-        unrecorded_failure = self.runner.unrecorded_failures.get(record.id)
-        if unrecorded_failure is None or record.has_ended:
-            return record
-        failure, end_time = unrecorded_failure
-        return replace(record, state="failed", failure=failure, ended=end_time)
+        return self.runner.unrecorded_ends.add_to(self._store.find(job_id, owner))
 
     def _open_default_store(self, temporary_folder: Path) -> Path:
         """Open the store in the user's state folder or, if that cannot be used, in a temporary folder. Return it."""
@@ -313,7 +321,7 @@ class JobManager:
             for step in (
                 self._repair_folders,
                 self.runner.retry_failed_steps,
-                self.runner.record_failures,
+                self.runner.unrecorded_ends.record,
                 self._clean_up,
             ):
                 # Continue after an error, so that it does not block all cleanup and retries.

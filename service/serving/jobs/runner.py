@@ -23,7 +23,7 @@ from service.core.errors import (
 )
 from service.inference.types import Series
 from service.serving.devices.queue.job import Job, ResourceNeeds
-from service.serving.jobs.active_job import ActiveJob
+from service.serving.jobs.active_job import ActiveJob, UnrecordedEnds
 from service.serving.jobs.failure import to_public_error
 from service.serving.jobs.folders.job_run import FolderRun
 from service.serving.jobs.folders.segment_folder import FolderOutcome
@@ -56,15 +56,15 @@ class JobRunner:
     A step that fails with a storage error is retried for `retry_seconds`. After that, the job fails. The failure is
     stored in memory until it can be written to the database.
 
-    folder_queue  queue for jobs on folders
-    writers       threads that write results
+    folder_queue     queue for jobs on folders
+    writers          threads that write results
+    unrecorded_ends  failures and cancellations that could not be written to the database yet
     """
 
     def __init__(self, runtime: Runtime, store: JobStore, folder_queue: JobQueue, writers: ThreadPoolExecutor) -> None:
         self._runtime, self._store, self._folder_queue, self._writers = runtime, store, folder_queue, writers
         self.retry_seconds = STORAGE_RETRY_SECONDS
-        # Failures that could not be written to the database yet, and the times at which they occurred, by job ID.
-        self.unrecorded_failures: dict[str, tuple[StackSegError, float]] = {}
+        self.unrecorded_ends = UnrecordedEnds(store)
         self._retries: deque[Callable[[], None]] = deque()
         self._active_jobs: dict[str, ActiveJob] = {}
         self._lock = threading.Lock()
@@ -315,9 +315,8 @@ class JobRunner:
             elif isinstance(error, DeviceLost):
                 log.error("job %s will be resumed after a restart of the service", active_job.id)
             elif error is not None:
-                self.unrecorded_failures[active_job.id] = to_public_error(error), time.time()
-                self.record_failures()
-                if active_job.id in self.unrecorded_failures:
+                self.unrecorded_ends.add(active_job.id, to_public_error(error))
+                if active_job.id in self.unrecorded_ends:
                     log.error("the failure of job %s cannot be recorded yet: %s", active_job.id, error)
             self._store.delete_unneeded_files(active_job.id)
         except (OutOfStorage, StorageUnavailable) as storage_error:
@@ -329,13 +328,3 @@ class JobRunner:
                 del self._active_jobs[active_job.id]
             active_job.space.close()
             active_job.end_event.set()
-
-    def record_failures(self) -> None:
-        """Write pending failures to the database. The next call retries the failures that cannot be written yet."""
-        for job_id, (failure, _) in list(self.unrecorded_failures.items()):
-            with suppress(OutOfStorage, StorageUnavailable, OSError):
-                # Deleting a partial result may free the space for the record.
-                self._store.delete_unneeded_files(job_id)
-                self._store.fail(job_id, failure)
-                self.unrecorded_failures.pop(job_id, None)
-                self._store.delete_unneeded_files(job_id)

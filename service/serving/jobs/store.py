@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from service.serving.jobs.database import INSERT_JOB, OLD_JOBS_TEMPLATE, SELECT_
 from service.serving.jobs.failure import encode_failure
 from service.serving.jobs.record import IdempotencyKey, IdempotencyKeys, JobRecord, JobRequest
 from service.serving.results.metadata import ResultMetadata
-from service.serving.storage.disk import get_file_size, translate_disk_errors
+from service.serving.storage.disk import ExpiryClock, get_file_size, translate_disk_errors
 
 INPUT_NAME = "upload.tif"
 RESULT_NAME = "result"
@@ -64,7 +63,7 @@ class JobStore:
         self, folder: Path, *, quota_bytes: int, keep_seconds: float, max_attempts: int, is_shared: bool = False
     ) -> None:
         self._folder, self._quota_bytes, self._is_shared = folder, quota_bytes, is_shared
-        self._keep_seconds, self._max_attempts = keep_seconds, max_attempts
+        self._keep_seconds, self._max_attempts, self._clock = keep_seconds, max_attempts, ExpiryClock()
         self._jobs_folder, self._incoming_folder = folder / "jobs", folder / "incoming"
         self.database = JobDatabase(folder, (self._jobs_folder, self._incoming_folder))
         self.keys, self._lock = IdempotencyKeys(self.database), self.database.lock
@@ -113,7 +112,7 @@ class JobStore:
                     sync_to_disk(self._jobs_folder)
                 if key is not None:
                     self.keys.add(key, job_id)
-                self.database.execute(INSERT_JOB, *values, request.receive_seconds, time.time(), size)
+                self.database.execute(INSERT_JOB, *values, request.receive_seconds, self._clock.read_time(), size)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -145,7 +144,7 @@ class JobStore:
     def begin(self, job_id: str) -> bool:
         """Change the state from waiting to running. Return False if the job is not waiting."""
         changes = "state = 'running', started = ?, attempts = attempts + 1"
-        return self._update(job_id, "state = 'waiting'", changes, time.time())
+        return self._update(job_id, "state = 'waiting'", changes, self._clock.read_time())
 
     def reset_attempts(self, job_id: str) -> bool:
         """Reset the number of attempts of a running job to 1, because the job has made progress."""
@@ -169,7 +168,9 @@ class JobStore:
             size = result_path.stat().st_size
         changes = "state = 'done', ended = ?, result_bytes = ?, outcome = ?, failure = ?"
         metadata_json, failure_json = json.dumps(asdict(metadata)), None if failure is None else encode_failure(failure)
-        is_done = self._update(job_id, UNFINISHED_CONDITION, changes, time.time(), size, metadata_json, failure_json)
+        is_done = self._update(
+            job_id, UNFINISHED_CONDITION, changes, self._clock.read_time(), size, metadata_json, failure_json
+        )
         # Ignore storage errors below. The next job frees space, and `clean_up` deletes the unneeded files.
         with suppress(OutOfStorage, StorageUnavailable), self._lock:
             # The owner may have deleted the job in the meantime.
@@ -180,13 +181,12 @@ class JobStore:
 
     def fail(self, job_id: str, error: BaseException) -> bool:
         """Change the state to failed. Return False if the job had already ended."""
-        return self._update(
-            job_id, UNFINISHED_CONDITION, "state = 'failed', ended = ?, failure = ?", time.time(), encode_failure(error)
-        )
+        changes = "state = 'failed', ended = ?, failure = ?"
+        return self._update(job_id, UNFINISHED_CONDITION, changes, self._clock.read_time(), encode_failure(error))
 
     def cancel(self, job_id: str) -> bool:
         """Change the state to `cancelled`. Return False if the job had already ended."""
-        return self._update(job_id, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", time.time())
+        return self._update(job_id, UNFINISHED_CONDITION, "state = 'cancelled', ended = ?", self._clock.read_time())
 
     def delete(self, job_id: str, condition: str = "TRUE") -> None:
         """Delete a job if it has ended and meets a condition. This works even if the disk is full of results."""
@@ -254,7 +254,8 @@ class JobStore:
         ):
             for (job_id,) in self.database.query(OLD_JOBS_TEMPLATE.format(states), max_jobs):
                 self._delete_old(job_id)
-        for record in self._select("WHERE ended < ? AND id NOT IN kept_jobs", time.time() - self._keep_seconds):
+        limit = self._clock.compute_limit(self._keep_seconds)
+        for record in self._select("WHERE ended < ? AND id NOT IN kept_jobs", limit):
             self._delete_old(record.id)
         self.keys.delete_unused()
         for job_id in self._list_folders():

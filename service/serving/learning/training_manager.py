@@ -51,6 +51,10 @@ SETTINGS_SECTIONS = ("device", "engine", "windows", "limits", "training")
 DELETED_STACK_MESSAGE = (
     "The annotated stack {} was deleted, so training on it has ended. Start the training again without this stack."
 )
+DISK_FULL_MESSAGE = (
+    "The disk that contains the trained models is full, so the new model could not be stored. Ask the operator to free"
+    " some space, then start the training run again."
+)
 
 log = logging.getLogger(__name__)
 
@@ -213,13 +217,13 @@ class TrainingManager:
 
     def _run_all(self) -> None:
         while True:
-            with self.queue.condition:
-                self.queue.condition.wait_for(lambda: self._stopped.is_set() or self.queue.waiting_records)
-                record = None if self._stopped.is_set() else self.queue.begin_next_run()
+            record = self.queue.wait_for_next_run(self._stopped)
             if record is None:
                 return
             try:
                 self._run(record)
+            except OutOfStorage:
+                self.queue.end(record, "failed", DISK_FULL_MESSAGE)
             except StackSegError as error:
                 self.queue.end(record, "failed", remove_host_details(str(error)))
             except Exception:

@@ -21,6 +21,8 @@ from service.serving.storage.disk import translate_disk_errors
 
 # Maximum number of finished training runs per owner. The records of older runs are deleted.
 MAX_RECORDS_PER_OWNER = 100
+# Interval at which records are written again after an error.
+SAVE_INTERVAL_SECONDS = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class TrainingQueue:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._records: dict[str, TrainingRecord] = {}
+        # IDs of records that could not be written to disk yet.
+        self._unsaved_ids: set[str] = set()
         self.condition = threading.Condition()
         self.running_record: TrainingRecord | None = None
 
@@ -81,10 +85,9 @@ class TrainingQueue:
         for record in records:
             if record.state == "waiting":
                 rounds[record.owner] = rounds.get(record.owner, 0) + 1
-                sortable_entries.append(
-                    (rounds[record.owner], last_start_times.get(record.owner) or 0.0, record.created, record)
-                )
-        return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:3])]
+                sortable_entries.append((rounds[record.owner], last_start_times.get(record.owner) or 0.0, record))
+        # Sorting is stable, and the records are in the order of their creation.
+        return [record for *_, record in sorted(sortable_entries, key=lambda entry: entry[:2])]
 
     def get_running_and_waiting(self) -> tuple[TrainingRecord | None, list[TrainingRecord]]:
         """Return the current training run, and the waiting training runs in queue order."""
@@ -104,17 +107,27 @@ class TrainingQueue:
     def find_latest_completed_record(self, name: str) -> TrainingRecord | None:
         """Return the latest training run that created a model with this name, or None."""
         with self.condition:
-            candidates = [record for record in self._records.values() if record.state == "done" and record.name == name]
-        return max(candidates, key=lambda record: record.ended or 0.0, default=None)
+            records = list(self._records.values())
+        # The records are in the order of their creation. Unfinished runs cannot have the name of another one.
+        return next((record for record in reversed(records) if record.state == "done" and record.name == name), None)
 
-    def begin_next_run(self) -> TrainingRecord | None:
-        """Mark the next training run as running and return it. Return None if no run is waiting."""
-        with self.condition:
-            record = next(iter(self.waiting_records), None)
-            if record is not None:
-                record.state, record.started = "running", time.time()
-                self.running_record = record
-            return record
+    def wait_for_next_run(self, stopped: threading.Event) -> TrainingRecord | None:
+        """Wait for a training run, mark it as running, and return it. Return None if `stopped` is set.
+
+        Records that could not be written to disk before are written again in the meantime.
+        """
+        while True:
+            with self.condition:
+                timeout_seconds = SAVE_INTERVAL_SECONDS if self._unsaved_ids else None
+                self.condition.wait_for(lambda: stopped.is_set() or self.waiting_records, timeout_seconds)
+                self._save_again()
+                record = next(iter(self.waiting_records), None)
+                if stopped.is_set():
+                    return None
+                if record is not None:
+                    record.state, record.started, record.start_clock = "running", time.time(), time.monotonic()
+                    self.running_record = record
+                    return record
 
     def clear_running_record(self) -> None:
         """Clear `running_record`, so that the next training run can begin."""
@@ -141,16 +154,27 @@ class TrainingQueue:
                 record.state, record.message, record.ended = state, message, now
 
     def save(self, record: TrainingRecord) -> None:
-        """Write a record to disk. If writing fails, log the error; the record is then lost when the service stops."""
+        """Write a record to disk. If writing fails, log the error; `wait_for_next_run` retries."""
         try:
             record.save(self._folder)
+            self._unsaved_ids.discard(record.id)
         except OSError as error:
+            self._unsaved_ids.add(record.id)
             log.warning("training run %s cannot be recorded: %s", record.id, error)
+
+    def _save_again(self) -> None:
+        """Write the records to disk that could not be written before."""
+        with self.condition:
+            # A run may have been deleted before its end.
+            self._unsaved_ids &= self._records.keys()
+            for training_id in list(self._unsaved_ids):
+                self.save(self._records[training_id])
 
     def delete(self, record: TrainingRecord) -> None:
         """Delete the record of a finished training run. Raises StorageUnavailable."""
         with self.condition:
             self._records.pop(record.id, None)
+            self._unsaved_ids.discard(record.id)
             with translate_disk_errors():
                 (self._folder / f"{record.id}.json").unlink(missing_ok=True)
 

@@ -45,6 +45,7 @@ class TrainingRecord:
     after           score of the new model on the same data
     better          whether the new model is better than the base model
     stride          number of steps between two pairs in `loss`
+    start_clock     `time.monotonic` at the start of the run in this process; not stored
     """
 
     id: str
@@ -71,6 +72,7 @@ class TrainingRecord:
     partial: bool = False
     partial_planes: bool = False
     target: TargetName | None = None
+    start_clock: float | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -83,9 +85,9 @@ class TrainingRecord:
 
         The run may end sooner.
         """
-        if self.state != "running" or self.started is None:
+        if self.state != "running" or self.start_clock is None:
             return None
-        remaining_seconds = 60 * self.minutes - (time.time() - self.started)
+        remaining_seconds = 60 * self.minutes - (time.monotonic() - self.start_clock)
         return remaining_seconds if remaining_seconds > 0 else None
 
     def update(self, progress: Mapping[str, Any]) -> None:
@@ -126,7 +128,7 @@ class TrainingRecord:
 
         An unfinished run is written as interrupted, because the file is read only after a restart.
         """
-        content = asdict(self)
+        content = {name: value for name, value in asdict(self).items() if name != "start_clock"}
         if not self.has_ended:
             content |= {"state": "interrupted", "message": INTERRUPTED_MESSAGE}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,11 +1,13 @@
-"""Disk usage, file existence checks, cached records, and translation of disk errors."""
+"""Disk usage, file existence checks, cached records, expiry of files, and translation of disk errors."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +20,8 @@ R = TypeVar("R")
 
 # A file that exceeds the size limit of the process (EFBIG) is treated like a full disk.
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Nothing expires until the process has run for this time, because the clock of a host may be wrong after it has booted.
+MIN_UPTIME_FOR_EXPIRY_SECONDS = 3600.0
 # Error numbers for failing or missing disks, and for deleted files of the service.
 DISK_FAILURE_ERRNOS = {errno.EIO, errno.EROFS, errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
@@ -128,6 +132,32 @@ def get_file_size(path: Path) -> int:
             return path.stat().st_size
         except FileNotFoundError:
             return -1
+
+
+class ExpiryClock:
+    """Decides which files have expired, even if the system clock is set while the process is running.
+
+    If the system clock jumps forward, for example because it was corrected or the host was suspended, the expiry clock
+    continues at its normal rate. If the system clock is set back, the expiry clock follows. Files therefore expire
+    later, but never sooner than after their retention time.
+    """
+
+    def __init__(self) -> None:
+        self._start_time, self._offset = time.monotonic(), math.inf
+        self.read_time()
+
+    def read_time(self) -> float:
+        """Return the system time. Call this at every use of a file, so that a clock that was set back is noticed."""
+        system_time = time.time()
+        self._offset = min(self._offset, system_time - time.monotonic())
+        return system_time
+
+    def compute_limit(self, keep_seconds: float) -> float:
+        """Return the time, in seconds since the Unix epoch, before which files that have expired were last used."""
+        self.read_time()
+        now = time.monotonic()
+        has_started = now - self._start_time >= min(keep_seconds, MIN_UPTIME_FOR_EXPIRY_SECONDS)
+        return self._offset + now - keep_seconds if has_started else -math.inf
 
 
 class _CachedRecord(NamedTuple, Generic[R]):

@@ -24,7 +24,7 @@ from service.formats.zarr.store import FolderStore, copy_metadata, is_store_name
 from service.serving.storage import delivery
 from service.serving.storage.delivery import DeliveryTarget
 from service.serving.storage.disk import make_disk_full_error, translate_host_errors
-from service.serving.storage.host_folder import list_files
+from service.serving.storage.host_folder import list_files, would_replace
 from service.serving.storage.result_folder import ResultFolder, lock_results
 
 
@@ -82,15 +82,18 @@ class HostFiles:
 
         Raises BadParameter, OutputExists if the output must not be overwritten, and OutOfStorage if the disk is full.
         """
-        if location is not None:
-            with self.open_input(location, caller):
-                pass
-        if output is not None:
+        with ExitStack() as stack:
+            source = None if location is None else stack.enter_context(self.open_input(location, caller))
+            if output is None:
+                return
             if is_zarr and not is_store_name(output.rpartition("/")[2]):
                 raise BadParameter.for_parameter(
                     "output_to", f"{output} is not a valid name for a Zarr store. Choose another name."
                 )
             with self._open_target(output, caller, overwrite=overwrite) as target:
+                if isinstance(source, Source) and would_replace(target.folder_fd, target.name, source.path):
+                    problem = f"{output} would replace the input. Choose another name."
+                    raise BadParameter.for_parameter("output_to", problem)
                 if not os.access(".", os.W_OK | os.X_OK, dir_fd=target.folder_fd):
                     raise BadParameter.for_parameter("output_to", f"the service has no permission to write {output}.")
                 check_target = delivery.check_store if is_zarr else delivery.check_file

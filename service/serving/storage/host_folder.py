@@ -51,6 +51,19 @@ def is_same_file(folder_fd: int, first_name: str, second_name: str) -> bool:
     return os.path.samestat(first_status, second_status)
 
 
+def would_replace(folder_fd: int, name: str, path: Path) -> bool:
+    """Return whether a new file or store in an open folder would replace the one at `path`, or a folder above it.
+
+    Different paths may lead to the same folder, for example in containers.
+    """
+    try:
+        status = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+        resolved_path = path.resolve()
+        return any(os.path.samestat(parent.stat(), status) for parent in (resolved_path, *resolved_path.parents))
+    except OSError:
+        return False
+
+
 def lock_folder(folder_fd: int) -> None:
     """Lock an open folder. Raises BlockingIOError if it is locked, or OSError if the file system has no locks."""
     fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -13,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.core.errors import OutOfStorage, UnknownStack
-from service.serving.storage.disk import RecordCache, translate_disk_errors
+from service.serving.storage.disk import ExpiryClock, RecordCache, translate_disk_errors
 
 # Disk space of a stack in addition to its file: its folder, its record, and the unused part of the last block.
 ENTRY_BYTES = 2**14
@@ -74,6 +73,7 @@ class StackStore:
     ) -> None:
         self._folder, self._quota_bytes, self._keep_seconds = folder, quota_bytes, keep_seconds
         self._entry_bytes, self._max_stacks = entry_bytes, max_stacks
+        self._clock = ExpiryClock()
         self._records = RecordCache(folder, RECORD_FILE, self._read_stack)
         # Held from checking the quota until the new stack is stored.
         self._lock = threading.Lock()
@@ -81,6 +81,7 @@ class StackStore:
 
     def add(self, upload: Path, name: str, owner: str | None, digest: str) -> StoredStack:
         """Store a complete file together with its folder. Raises OutOfStorage if the quota would be exceeded."""
+        self._clock.read_time()
         with translate_disk_errors(), self._lock:
             size = upload.stat().st_size
             stack = StoredStack(self._folder / upload.parent.name / STACK_FILE, name, owner, digest, size, 0.0)
@@ -100,6 +101,7 @@ class StackStore:
                 "There is no such stack: the ID is wrong, or the stack has expired. Upload the stack again.",
                 parameter="stack",
             )
+        self._clock.read_time()
         with translate_disk_errors(), suppress(FileNotFoundError):
             (stack.path.parent / RECORD_FILE).touch()
         return stack
@@ -110,8 +112,9 @@ class StackStore:
 
     def clean_up(self) -> None:
         """Delete expired stacks, and the remaining files of partly deleted stacks."""
+        limit = self._clock.compute_limit(self._keep_seconds)
         for stack in self._records.list():
-            if stack.last_used < time.time() - self._keep_seconds:
+            if stack.last_used < limit:
                 self._delete_files(stack)
         for folder in self._list_folders():
             # The folder of a complete stack always has a record.

@@ -99,7 +99,7 @@ def read_stack(stack: StackFiles, options: LabelOptions = DEFAULT_LABEL_OPTIONS)
     """
     volume = stack_reader.read(stack.image, stack.selection, MAX_DECODED_BYTES)
     axes = stack.selection.axes and stack.selection.axes.upper().replace("C", "")
-    labels_volume = stack_reader.read(stack.labels, Selection(axes=axes), MAX_DECODED_BYTES)
+    labels_volume = stack_reader.read(stack.labels, Selection(axes=axes, is_labels=True), MAX_DECODED_BYTES)
     _check_shapes(stack.name, volume, labels_volume)
     region = stack.region or WHOLE_STACK
     labels = convert_labels(labels_volume.read_all()[0][region], stack.name)

@@ -440,6 +440,15 @@ def test_impossible_strip_byte_counts_are_rejected(
         stack_reader.inspect(path, Selection(), LIMIT)
 
 
+def test_gray_values_that_imagej_converts_are_noted(tmp_path: Path) -> None:
+    description = "ImageJ=1.54f\nimages=2\nslices=2\ncf=0\nc0=-32768\nc1=1\nvunit=gray value\n"
+    pixels = noise(2, 8, 9)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, photometric="minisblack", metadata=None, description=description)
+    volume = stack_reader.read(tmp_path / "a.tif", DEFAULT_SELECTION, LIMIT)
+    assert any("-32768 + 1 x stored value" in note for note in volume.notes)
+    assert np.array_equal(volume.read_all()[0], pixels)
+
+
 def test_planes_of_different_sizes_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mixed.tif"
     description = "ImageJ=1.54f\nimages=2\nslices=2\n"

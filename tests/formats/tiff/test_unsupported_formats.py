@@ -66,6 +66,7 @@ FILES = {
     "AppleDouble": (b"\0\x05\x16\x07\0\x02\0\0Mac OS X", "without ._ before its name"),
     "Git LFS pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "git lfs pull"),
     "NumPy archive": (make_npz(np.zeros((2, 3, 4))), "numpy.load('stack.npz')['arr_0']"),
+    "ImageJ ROI": (make_zip("0001-0012-0034.roi", "stack.tif"), "label image"),
     "zip": (make_zip("stack.tif"), "unzip"),
     "gzip": (gzip.compress(b"II*\0", mtime=0), "gunzip"),
     "tar": (make_tar(), "tar -xf"),
@@ -89,6 +90,10 @@ def test_error_names_the_format_and_explains_the_conversion(name: str) -> None:
 def test_error_for_unknown_and_damaged_files_names_the_supported_formats(content: bytes) -> None:
     with pytest.raises(UnsupportedMedia, match=r"damaged or has an unknown format: .*CZI, ND2, LIF, OIB or IMS file"):
         ifd.scan(io.BytesIO(content))
+
+
+def test_single_roi_is_named_like_a_set_of_rois() -> None:
+    assert unsupported_formats.describe_file(b"Iout\0\xe3") == unsupported_formats.describe_file(FILES["ImageJ ROI"][0])
 
 
 def test_suggested_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

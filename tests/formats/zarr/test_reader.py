@@ -466,6 +466,22 @@ def test_axes_are_assumed_only_for_versions_without_axes(version: str, time_seri
     assert stack_reader.inspect(store, Selection(), LIMIT).axes == "TCZYX"
 
 
+@pytest.mark.parametrize(("version", "name"), [("0.4", ".zattrs"), ("0.5", "zarr.json")])
+def test_metadata_of_another_version_than_the_arrays_is_read(
+    version: str, name: str, time_series: np.ndarray, tmp_path: Path
+) -> None:
+    store = write_zarr(tmp_path / "a.zarr", time_series[0, 0], version=version)
+    content = json.loads((store / name).read_text())
+    if version == "0.4":
+        content = {"ome": content | {"version": "0.5"}}
+    else:
+        content["attributes"] = content["attributes"].pop("ome")
+    (store / name).write_text(json.dumps(content))
+    volume = stack_reader.read(store, Selection(), LIMIT)
+    assert volume.voxel_size == VoxelSize(0.5, 0.2, 0.2)
+    assert np.array_equal(volume.read_all()[0], time_series[0, 0])
+
+
 def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_path: Path) -> None:
     store = write_zarr(tmp_path / "a.zarr", time_series[0, 0], version="0.4")
     coarse = write_zarr(tmp_path / "b.zarr", time_series[0, 0, :, ::2, ::2], version="0.4")
@@ -477,9 +493,20 @@ def test_finest_resolution_is_read_in_any_order(time_series: np.ndarray, tmp_pat
         edit_json(store, ".zattrs", multiscales__0__datasets=order)
         assert np.array_equal(stack_reader.read(store, Selection(), LIMIT).read_all()[0], time_series[0, 0])
         assert stack_reader.inspect(store, Selection(), LIMIT).voxel_size == VoxelSize(0.5, 0.2, 0.2)
+    # The order of paths as text, such as 0, 10, 2.
+    shutil.copytree(coarse / "0", store / "2")
+    middle = [datasets[0], finest, datasets[0] | {"path": "2"}]
+    edit_json(store, ".zattrs", multiscales__0__datasets=middle)
+    assert stack_reader.inspect(store, Selection(), LIMIT).shape == (1, 7, 30, 50)
     # A coarser resolution that was not copied is not needed, and neither is a scale in another array.
     shutil.rmtree(store / "1")
     assert stack_reader.inspect(store, Selection(), LIMIT).shape == (1, 7, 30, 50)
+    (store / "0").rename(store / "0 not copied")
+    for order in (middle, middle[::-1], datasets[::-1]):
+        edit_json(store, ".zattrs", multiscales__0__datasets=order)
+        with pytest.raises(BadFile, match="no array '0'"):
+            stack_reader.inspect(store, Selection(), LIMIT)
+    (store / "0 not copied").rename(store / "0")
     for transformation in ({"type": "scale", "path": "scales"}, {"scale": [1, 1, 1]}, {"type": "sequence"}):
         datasets = [finest | {"coordinateTransformations": [transformation]}, {"path": "../outside"}]
         edit_json(store, ".zattrs", multiscales__0__datasets=datasets)

@@ -104,9 +104,14 @@ def test_classes_have_the_colors_of_label_files_for_imagej(tmp_path: Path, versi
 
 
 def describe_image(
-    path: Path, shapes: list[tuple[int, ...]], axes: list[dict[str, str]], transformations: list[Any], version: str
+    path: Path,
+    shapes: list[tuple[int, ...]],
+    axes: list[dict[str, str]],
+    transformations: list[Any],
+    version: str,
+    order: int = 1,
 ) -> None:
-    """Write the arrays and the metadata of an image without pixels."""
+    """Write the arrays and the metadata of an image without pixels. If `order` is -1, the finest array is the last."""
     group = zarr.open_group(path, mode="w", zarr_format=2 if version == "0.4" else 3)
     for level, shape in enumerate(shapes):
         names = {} if version == "0.4" else {"dimension_names": [axis["name"] for axis in axes]}
@@ -115,7 +120,7 @@ def describe_image(
         {"path": f"s{level}", "coordinateTransformations": transformation}
         for level, transformation in enumerate(transformations)
     ]
-    multiscales = [{"axes": axes, "datasets": datasets}]
+    multiscales = [{"axes": axes, "datasets": datasets[::order]}]
     if version == "0.4":
         group.attrs["multiscales"] = [multiscales[0] | {"version": version}]
     else:
@@ -143,7 +148,8 @@ def test_labels_have_the_resolutions_and_the_coordinate_system_of_their_image(
         for level in range(3)
     ]
     image, labels = tmp_path / "image.zarr", make_labels((20, 65, 64))
-    describe_image(image, [(2, 20, 65, 64), (2, 20, 32, 32), (2, 20, 16, 16)], axes, transformations, version)
+    shapes = [(2, 20, 65, 64), (2, 20, 32, 32), (2, 20, 16, 16)]
+    describe_image(image, shapes, axes, transformations, version)
 
     zarr_writer.write(Segmentation(labels, "labels", None, 7), image / "labels" / "nuclei")
 
@@ -155,6 +161,10 @@ def test_labels_have_the_resolutions_and_the_coordinate_system_of_their_image(
     ]
     levels = read_levels(image / "labels" / "nuclei")
     assert all(np.array_equal(level, labels[:, :: 2**n, :: 2**n]) for n, level in enumerate(levels))
+    reverse_image = tmp_path / "reverse.zarr"
+    describe_image(reverse_image, shapes, axes, transformations, version, order=-1)
+    zarr_writer.write(Segmentation(labels, "labels", None, 7), reverse_image / "labels" / "nuclei")
+    assert read_multiscale(reverse_image / "labels" / "nuclei") == multiscale
 
 
 def test_labels_of_an_image_with_uneven_resolutions_are_at_the_correct_positions(tmp_path: Path) -> None:

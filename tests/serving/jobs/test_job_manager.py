@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import chaos
 import large
@@ -24,6 +24,7 @@ from job_service import Service, start_service
 from live import STACK, TIFF, as_tiff
 
 from service.api.messages.headers import ANONYMOUS
+from service.core.errors import OutOfStorage
 from service.serving.storage.readers import LARGE_FILE_READER_COUNT, SMALL_FILE_READER_COUNT
 
 
@@ -90,7 +91,6 @@ def test_jobs_finish_after_a_temporary_storage_error(
         response = service.client.post("/jobs", content=STACK, headers=TIFF)
         assert response.status_code in {503, 507}
         assert response.json()["type"].endswith(("storage-unavailable", "out-of-storage"))
-        assert service.client.delete(f"/jobs/{jobs[0]['id']}").status_code in {503, 507}
     for job in jobs:
         service.wait(job, "done")
         assert service.result(job).status_code == 200
@@ -129,6 +129,43 @@ def test_storage_error_during_maintenance_is_logged_as_one_line(
         service.async_jobs._last_cleanup = -math.inf
         wait_until(lambda: "will be retried. The job database cannot be used" in caplog.text)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("has_restarted", [False, True])
+@pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
+def test_canceled_jobs_stop_although_the_cancellation_cannot_be_recorded(
+    bands_repository: Path, tmp_path: Path, storage_error: StorageError, has_restarted: bool
+) -> None:
+    with ExitStack() as storage_errors, start_service(bands_repository, tmp_path) as service:
+        shorten_timeouts(service)
+        jobs = submit_two(service)
+        # Another job must not be affected.
+        other = service.submit()
+        storage_errors.enter_context(storage_error(tmp_path))
+        for job in jobs:
+            assert service.client.delete(f"/jobs/{job['id']}").status_code == 204
+            assert service.show(job)["state"] == "cancelled"
+            assert read_state(service, job) in {"waiting", "running"}
+        assert {job["state"] for job in service.client.get("/jobs").json()["jobs"]} == {"cancelled", "waiting"}
+        if not has_restarted:
+            service.fake.gate.set()
+            wait_until(lambda: [job.id for job in service.async_jobs.runner.active_jobs] == [other["id"]])
+            storage_errors.close()
+            for job in jobs:
+                wait_until(lambda job=job: read_state(service, job) == "cancelled")
+            service.wait(other, "done")
+        else:
+            # A killed process records nothing.
+            service.async_jobs._store.database.execute = raise_full_disk
+    if has_restarted:
+        with start_service(bands_repository, tmp_path) as service:
+            assert {service.show(job)["state"] for job in jobs} == {"failed"}
+            service.wait(other, "done")
+    assert list_job_files(tmp_path) == [f"jobs/{other['id']}", f"jobs/{other['id']}/result"]
+
+
+def raise_full_disk(*_arguments: object) -> NoReturn:
+    raise OutOfStorage("The disk is full.")
 
 
 @pytest.mark.parametrize("storage_error", STORAGE_ERRORS.values(), ids=STORAGE_ERRORS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fake_training
 import numpy as np
@@ -31,6 +33,7 @@ from service.core.errors import (
 )
 from service.core.types import Options, Volume
 from service.models.spec import ModelSpec
+from service.serving.learning import training_manager, training_queue
 from service.serving.learning.annotation import NewAnnotation, Region
 from service.serving.learning.annotations import AnnotationStore
 from service.serving.learning.training_child import TRAINING_MODULE
@@ -420,6 +423,39 @@ def test_training_run_that_cannot_be_recorded_is_rejected(service: Service) -> N
     with full_disk(100), pytest.raises(OutOfStorage, match="disk"):
         service.submit("mine")
     assert (list(records_folder.iterdir()), service.trainings.queue.list_newest_first("ann")) == ([], [])
+
+
+def test_result_of_a_training_run_is_recorded_as_soon_as_possible(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_queue, "SAVE_INTERVAL_SECONDS", 0.1)
+    records_folder = service.settings.annotations_folder / "trainings"
+    record = service.submit("mine")
+    moved_folder = records_folder.rename(records_folder.with_name("moved"))
+    records_folder.write_text("not a folder")
+    assert service.wait(record, "done", "failed").state == "done"
+    records_folder.unlink()
+    moved_folder.rename(records_folder)
+    wait_until(lambda: '"done"' in (records_folder / f"{record.id}.json").read_text())
+    assert service.load_queue().find(record.id, "ann").state == "done"
+
+
+def test_record_that_was_deleted_before_it_could_be_written_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "trainings").write_text("not a folder")
+    queue, stopped = TrainingQueue(tmp_path / "trainings"), threading.Event()
+    stopped.set()
+    queue.save(TrainingRecord("0" * 32, "ann", "mine", "base/1", [], 1.0, 0.0, state="cancelled"))
+    assert queue.wait_for_next_run(stopped) is None
+
+
+def test_full_disk_after_training_is_reported(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_full_disk(*_arguments: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(training_manager, "write_owner", raise_full_disk)
+    record = service.train("mine")
+    assert (record.state, "disk" in record.message, "file" in record.message) == ("failed", True, False)
+    assert list(service.settings.trained_folder.iterdir()) == []
 
 
 def test_start_deletes_only_leftover_files_of_killed_processes(service: Service) -> None:

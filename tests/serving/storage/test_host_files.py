@@ -189,6 +189,27 @@ def test_output_that_is_a_folder_is_rejected(host: Path, *, overwrite: bool) -> 
     assert list_names(host / "results") == ["2026"]
 
 
+def test_result_does_not_replace_the_input(host: Path) -> None:
+    scans = host / "scans"
+    write_zarr(scans / "a.zarr", np.zeros((2, 3, 4), np.uint8))
+    write_zarr(scans / "b.zarr" / "0.zarr", np.zeros((2, 3, 4), np.uint8))
+    # The same folder with another path, as in containers.
+    folders = {"scans": {"folder": scans}, "results": {"folder": host / "link"}}
+    (host / "link").symlink_to(scans)
+    host_files = HostFiles(References.model_validate({"inputs": folders, "outputs": folders}))
+    for root in folders:
+        for location, output in (
+            ("scans/2026/stack.tif", "2026/stack.tif"),
+            ("scans/a.zarr", "a.zarr"),
+            ("scans/b.zarr/0.zarr", "b.zarr"),
+        ):
+            is_zarr = output.endswith(".zarr")
+            with pytest.raises(BadParameter, match="would replace the input"):
+                host_files.check_locations(location, f"{root}/{output}", None, overwrite=True, is_zarr=is_zarr)
+        host_files.check_locations("scans/a.zarr", f"{root}/a.zarr/labels/nuclei", None, is_zarr=True)
+        host_files.check_locations("scans/2026/stack.tif", f"{root}/2026/labels.tif", None)
+
+
 def test_full_disk_during_output_raises_out_of_storage(host: Path) -> None:
     host_files, result = make_host_files(host), host / "result.tif"
     result.write_bytes(bytes(10_000))

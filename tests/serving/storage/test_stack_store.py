@@ -53,6 +53,7 @@ def test_stack_is_found_only_by_its_owner_and_after_a_restart(tmp_path: Path) ->
 
 def test_use_extends_the_retention_of_a_stack(tmp_path: Path) -> None:
     fixture = StoreFixture(tmp_path)
+    fixture.store._clock._start_time -= 60
     old_stack, used_stack = fixture.add_stack(10, idle_seconds=61), fixture.add_stack(10, idle_seconds=61)
     fixture.store.find(used_stack.id, None)
     fixture.store.clean_up()

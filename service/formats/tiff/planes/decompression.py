@@ -13,6 +13,9 @@ from tifffile import COMPRESSION, TIFF, TiffPage
 
 from service.core.errors import BadFile
 
+# Compressions that change pixel values: JPEG and WebP.
+_LOSSY_COMPRESSIONS = frozenset((6, 7, 33007, 34892, 34927, 50001))
+
 _Codec = Callable[..., Any]
 # Maximum number of bytes after the last row of a strip. Strips with more bytes are refused as damaged.
 _MAX_PADDING_BYTES = 2**22
@@ -23,6 +26,16 @@ def check_compression(page: TiffPage) -> None:
     if page.compression != 1 and page.compression not in TIFF.DECOMPRESSORS:
         name = getattr(page.compression, "name", page.compression)
         raise BadFile(f"Compression {name} is not supported. Save the file uncompressed or with Deflate, LZW or Zstd.")
+
+
+def check_lossless(page: TiffPage) -> None:
+    """Raise BadFile if the compression of a page changes pixel values."""
+    if page.compression in _LOSSY_COMPRESSIONS:
+        name = getattr(page.compression, "name", page.compression)
+        raise BadFile(
+            f"The labels are compressed with {name}, which changes label numbers. Save the labels uncompressed or with"
+            " Deflate, LZW or Zstd."
+        )
 
 
 def ignore_padding() -> None:

@@ -33,6 +33,8 @@ MAX_DESCRIPTION_BYTES = 2**24
 # nuclei is always used with its own.
 DEFAULT_DIAMETER, NUCLEI_DIAMETER = 30.0, 17.0
 NUCLEI_FILE = "nucleitorch_0"
+# Names that Cellpose 1 gives to its models, whose files contain no diameters. Neither do files of Omnipose.
+CELLPOSE_1_NAME = re.compile(r"(cyto2?|nuclei)torch_\d|cellpose_residual_")
 # Diameters that are plausible in a file.
 MIN_DIAMETER, MAX_DIAMETER = 1.0, 1000.0
 # Outputs of Omnipose for planes: two flows, the distance and the boundary.
@@ -147,6 +149,12 @@ def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if tensors[FIRST_LAYER].dim() != 4:
         raise UnsupportedPackage(f"{path.name} is a model of Cellpose with 3D convolutions, which is not supported.")
     _check_outputs(path, tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0)
+    if not {"diam_mean", "diam_labels"} & tensors.keys() and not CELLPOSE_1_NAME.match(path.name):
+        raise UnsupportedPackage(
+            f"{path.name} contains no object diameter, so it is from Cellpose 1 or Omnipose. Models of Omnipose"
+            " predict distances instead of the probability of objects, and are not supported. If it is a model of"
+            " Cellpose 1, rename the file so that its name begins with 'cellpose_residual_', as Cellpose 1 does."
+        )
 
 
 def _check_outputs(path: Path, num_outputs: int) -> None:

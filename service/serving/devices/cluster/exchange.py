@@ -39,6 +39,8 @@ FOLDER_PREFIX = "stackseg-cluster-"
 MARKER_NAME = ".stackseg-cluster"
 # Age of the marker after which other services delete the folder. It is long, because clocks of hosts may differ.
 ABANDONED_SECONDS = 3600.0
+# Interval at which a service touches its marker.
+TOUCH_INTERVAL_SECONDS = ABANDONED_SECONDS / 60
 # Number of bytes to write at a time.
 BLOCK_BYTES = 2**26
 
@@ -152,9 +154,10 @@ class Exchange:
     def __init__(self, parent: Path) -> None:
         self.path = parent / f"{FOLDER_PREFIX}{uuid.uuid4().hex[:12]}"
         self._folder_numbers = itertools.count()
-        self._last_touch_time = time.monotonic()
+        self._start_time = self._last_touch_time = time.monotonic()
         try:
-            _delete_abandoned_folders(parent)
+            # Markers that look abandoned, with their modification times.
+            self._old_markers = dict(_find_old_markers(parent))
             self.path.mkdir(mode=0o700)
             (self.path / MARKER_NAME).touch()
         except OSError as error:
@@ -162,10 +165,21 @@ class Exchange:
 
     def touch_marker(self) -> None:
         """Touch the marker if it has not been touched recently, to show that this process still uses the folder."""
-        if time.monotonic() - self._last_touch_time > ABANDONED_SECONDS / 60:
+        if time.monotonic() - self._last_touch_time > TOUCH_INTERVAL_SECONDS:
             self._last_touch_time = time.monotonic()
             with suppress(OSError):
                 (self.path / MARKER_NAME).touch()
+        # All markers look old if the clock has jumped, but a service in use touches its marker in the meantime.
+        if self._old_markers and time.monotonic() - self._start_time > 3 * TOUCH_INTERVAL_SECONDS:
+            self._delete_abandoned_folders()
+
+    def _delete_abandoned_folders(self) -> None:
+        """Delete the folders of services that were killed."""
+        markers, self._old_markers = self._old_markers, {}
+        for marker, modification_time in markers.items():
+            with suppress(OSError):
+                if marker.stat().st_mtime == modification_time:
+                    shutil.rmtree(marker.parent, ignore_errors=True)
 
     def delete(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -223,9 +237,10 @@ def _read_into(file: BufferedReader, pixels: Array) -> None:
         raise OSError(None, "a pixel file is truncated")
 
 
-def _delete_abandoned_folders(parent: Path) -> None:
-    """Delete the abandoned folders of services that were killed."""
+def _find_old_markers(parent: Path) -> Iterator[tuple[Path, float]]:
+    """Yield the markers of services that may have been killed, with their modification times."""
     for marker in parent.glob(f"{FOLDER_PREFIX}*/{MARKER_NAME}"):
         with suppress(OSError):
-            if time.time() - marker.stat().st_mtime > ABANDONED_SECONDS:
-                shutil.rmtree(marker.parent, ignore_errors=True)
+            modification_time = marker.stat().st_mtime
+            if time.time() - modification_time > ABANDONED_SECONDS:
+                yield marker, modification_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 
@@ -38,6 +38,8 @@ class LoadedModel(Generic[T]):
     model: T
     last_used: float
     active_request_count: int = 0
+    # Time of the last use on a clock that is never set back, unlike the system clock, to which `last_used` refers.
+    last_use_order: float = field(default_factory=time.monotonic)
     # Whether the model has to be evicted. If so, it gets no new requests, which could keep it loaded forever.
     must_evict: bool = False
 
@@ -48,11 +50,14 @@ class LoadedModel(Generic[T]):
 
     def begin_use(self, request_count: int) -> None:
         self.active_request_count += request_count
-        self.last_used = time.time()
+        self._record_use()
 
     def end_use(self) -> None:
         self.active_request_count -= 1
-        self.last_used = time.time()
+        self._record_use()
+
+    def _record_use(self) -> None:
+        self.last_used, self.last_use_order = time.time(), time.monotonic()
 
 
 class ModelMemory(Generic[T]):
@@ -91,7 +96,9 @@ class ModelMemory(Generic[T]):
         """Mark the models that must be evicted before the model `name` can be loaded; unmark all if it is None."""
         excess_bytes = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.
-        for entry in sorted(self.entries.values(), key=lambda other: (other.active_request_count > 0, other.last_used)):
+        for entry in sorted(
+            self.entries.values(), key=lambda other: (other.active_request_count > 0, other.last_use_order)
+        ):
             entry.must_evict = excess_bytes > 0
             excess_bytes -= entry.nbytes
 

@@ -22,7 +22,6 @@ PAGE_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "compressions": [{}, {"compression": "zlib"}, {"compression": "lzw", "predictor": True}],
     "strips": [{"rowsperstrip": 3}, {"rowsperstrip": 30}, {}],
     "tiles": [{"tile": (16, 16)}, {}, {"tile": (32, 16), "compression": "zstd"}],
-    "color interpretation": [{"photometric": "minisblack"}, {"photometric": "miniswhite"}],
     "resolutions and dates": [{"resolution": (3, 4)}, {"datetime": True, "software": "a"}, {}],
 }
 
@@ -50,6 +49,13 @@ def test_pages_may_differ_in_all_tags_but_size_and_type(
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
     np.testing.assert_array_equal(read_pixels(path, axes="TYX", time=5)[0, 0], stack[5])
     assert any("read as z planes" in note for note in stack_reader.inspect(path, Selection(), LIMIT).notes)
+
+
+def test_inverted_pages_among_others_are_refused(tmp_path: Path) -> None:
+    options = [{"metadata": None}, {"metadata": None, "photometric": "miniswhite"}]
+    path = write_pages(tmp_path / "stack.tif", noise(4, 9, 11), options)
+    with pytest.raises(BadFile, match="stored inverted"):
+        read_pixels(path)
 
 
 def test_color_pages_may_differ_in_compression(tmp_path: Path) -> None:
@@ -132,7 +138,7 @@ def make_page_options() -> st.SearchStrategy[dict[str, Any]]:
         st.builds(lambda text: {"metadata": None, "description": text}, st.sampled_from(["", "plane", "z=3"])),
         st.builds(lambda text: {"metadata": {"note": text}}, st.sampled_from(["a", "b"])),
     )
-    tags = st.sampled_from([{}, {"resolution": (2, 3)}, {"software": "x"}, {"datetime": True}, {"photometric": 0}])
+    tags = st.sampled_from([{}, {"resolution": (2, 3)}, {"software": "x"}, {"datetime": True}, {"photometric": 1}])
 
     def combine(
         layout: dict[str, Any], codec: str | None, predictor: bool, description: dict[str, Any], tag: dict[str, Any]

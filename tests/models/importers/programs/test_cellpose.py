@@ -84,6 +84,15 @@ def test_model_of_omnipose_with_the_outputs_of_cellpose_is_refused_by_its_name(t
         cellpose.read_file(save(tmp_path, "cyto_omni_nclasses_2"))
 
 
+def test_renamed_model_of_omnipose_is_refused(tmp_path):
+    """Files of Cellpose from version 2 on contain diameters. Those of Cellpose 1 and Omnipose do not."""
+    changes = dict.fromkeys(("diam_mean", "diam_labels"))
+    for name in ("bacteria", "cyto3"):
+        with pytest.raises(UnsupportedPackage, match=r"Cellpose 1 or Omnipose.*rename the file"):
+            cellpose.read_file(save(tmp_path, name, **changes))
+    cellpose.read_file(save(tmp_path, "cellpose_residual_on_bacteria", **changes))
+
+
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
         content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content

@@ -195,8 +195,15 @@ def test_exchange_requires_a_folder_and_deletes_abandoned_folders(tmp_path: Path
     with pytest.raises(ConfigError, match="is not a writable folder"):
         Exchange(tmp_path / "missing")
     killed, running = Exchange(tmp_path), Exchange(tmp_path)
-    os.utime(killed.path / MARKER_NAME, (0, 0))
-    Exchange(tmp_path)
+    for exchange in (killed, running):
+        os.utime(exchange.path / MARKER_NAME, (0, 0))
+    started = Exchange(tmp_path)
+    started.touch_marker()
+    # The marker of a running service looks old if the clock of a host was set.
+    running._last_touch_time = -ABANDONED_SECONDS
+    running.touch_marker()
+    started._start_time -= ABANDONED_SECONDS
+    started.touch_marker()
     assert (killed.path.exists(), running.path.exists()) == (False, True)
 
 
