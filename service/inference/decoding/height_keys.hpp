@@ -9,14 +9,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <new>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "../../engine/cpu/simd.hpp"
 
@@ -27,25 +20,10 @@ constexpr int POSITION_BIT_COUNT = 5;
 constexpr int NUM_CODES = 1 << POSITION_BIT_COUNT;
 constexpr int32_t POSITION_BITS = NUM_CODES - 1;
 constexpr int NUM_NEIGHBORS = 26;
-constexpr size_t HUGE_PAGE_BYTES = size_t(1) << 21;
 
 // Encodes a foreground logit as one byte, in steps of 1/16 from -8 to 8.
 template <typename Score> inline uint8_t code_of(const Score *score) {
   return static_cast<uint8_t>(std::min(std::max(0.0f, load_one(score) * 16 + 128.5f), 255.0f));
-}
-
-// Fixed-point representation of a foreground probability of 1.
-constexpr double PROBABILITY_ONE = 65536;
-
-// Returns the fixed-point probability of every code.
-inline const std::array<int32_t, 256> &probabilities() {
-  static const std::array<int32_t, 256> table = [] {
-    std::array<int32_t, 256> values;
-    for (int code = 0; code < 256; ++code)
-      values[code] = static_cast<int32_t>(std::lround(PROBABILITY_ONE / (1 + std::exp((128 - code) / 16.0))));
-    return values;
-  }();
-  return table;
 }
 
 // Maps a height to a key that sorts in the same order. The position bits are zero.
@@ -91,17 +69,6 @@ void max_filter_plane(const int32_t *keys, int64_t size, int64_t width, int32_t 
     highest[i] = highest_of(along_x[i - width], along_x[i], along_x[i + width]);
 }
 
-// Appends the positions of the foreground voxels from `begin` to `end` to a list of `count` positions, and returns the new
-// count. May write one value beyond the end of the list.
-inline int64_t list_foreground(const int32_t *keys, int64_t begin, int64_t end, int32_t *positions, int64_t count) {
-  // Branchless, because a branch would be mispredicted at the edge of every object.
-  for (int64_t position = begin; position < end; ++position) {
-    positions[count] = static_cast<int32_t>(position);
-    count += keys[position] != BACKGROUND_KEY;
-  }
-  return count;
-}
-
 // Indices or lengths along (z, y, x).
 using Index = std::array<int64_t, 3>;
 
@@ -109,46 +76,16 @@ using Index = std::array<int64_t, 3>;
 struct Box {
   Index first, end;
   int64_t length(int axis) const { return end[axis] - first[axis]; }
+  bool contains(const Index &voxel) const {
+    for (int axis = 0; axis < 3; ++axis)
+      if (voxel[axis] < first[axis] || voxel[axis] >= end[axis])
+        return false;
+    return true;
+  }
   // Returns the offset of a voxel in an array of the values in this box.
   int64_t offset(const Index &voxel) const {
     return ((voxel[0] - first[0]) * length(1) + voxel[1] - first[1]) * length(2) + voxel[2] - first[2];
   }
-};
-
-struct Free {
-  void operator()(void *data) const { std::free(data); }
-};
-
-// Allocates uninitialized memory. Large arrays use huge pages: clearing many small pages would take a quarter of the time of the
-// watershed.
-inline void *allocate(size_t bytes) {
-  void *const data = bytes < HUGE_PAGE_BYTES
-                         ? std::malloc(bytes)
-                         : std::aligned_alloc(HUGE_PAGE_BYTES, (bytes + HUGE_PAGE_BYTES - 1) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES);
-  if (!data)
-    throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  if (bytes >= HUGE_PAGE_BYTES)
-    madvise(data, bytes, MADV_HUGEPAGE);
-#endif
-  return data;
-}
-
-// Uninitialized memory that grows if necessary. Growing discards the values.
-template <typename T> class Buffer {
-public:
-  void resize(size_t size) {
-    if (size > size_) {
-      data_.reset(), size_ = 0;
-      data_.reset(static_cast<T *>(allocate(size * sizeof(T))));
-      size_ = size;
-    }
-  }
-  T *get() const { return data_.get(); }
-
-private:
-  std::unique_ptr<T, Free> data_;
-  size_t size_ = 0;
 };
 
 // `depth` is the minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance.
@@ -176,22 +113,21 @@ struct Persistence {
 // Heights and foreground scores of the voxels of a box, with arbitrary strides except along x, where it is 1.
 struct Scores {
   const void *heights, *foreground;
-  const int64_t *height_strides, *foreground_strides;
-  bool is_bfloat16; // float32 otherwise
-  Index first;      // first voxel of the box
-  float threshold;  // score above which a voxel is foreground
+  Index height_strides, foreground_strides;
+  Index first;         // first voxel of the box
+  int64_t is_bfloat16; // float32 otherwise
 
-  // Writes the keys and score codes of `count` voxels from `voxel` along x.
-  void write_row(const Index &voxel, int64_t count, int32_t *keys, uint8_t *codes) const {
+  // Writes the keys and score codes of `count` voxels from `voxel` along x. Voxels up to the threshold are background.
+  void write_row(const Index &voxel, int64_t count, float threshold, int32_t *keys, uint8_t *codes) const {
     if (is_bfloat16)
-      write<Bfloat16>(voxel, count, keys, codes);
+      write<Bfloat16>(voxel, count, threshold, keys, codes);
     else
-      write<float>(voxel, count, keys, codes);
+      write<float>(voxel, count, threshold, keys, codes);
   }
 
 private:
   template <typename Score>
-  void write(const Index &voxel, int64_t count, int32_t *__restrict keys, uint8_t *__restrict codes) const {
+  void write(const Index &voxel, int64_t count, float threshold, int32_t *__restrict keys, uint8_t *__restrict codes) const {
     const Score *height = static_cast<const Score *>(heights), *score = static_cast<const Score *>(foreground);
     for (int axis = 0; axis < 3; ++axis) {
       height += (voxel[axis] - first[axis]) * height_strides[axis];

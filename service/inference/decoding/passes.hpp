@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "height_keys.hpp"
+
 namespace {
 
 // The highest pass between two pieces.
@@ -77,18 +79,16 @@ private:
 };
 
 // Removes redundant passes: those from a piece to itself, and those between pieces that a chain of higher passes connects.
-// Either this chain merges the two pieces, or they stay separate in any case. Fewer passes than pieces remain.
-//
-// count      number of pieces
-// to_height  returns the height of a key; passes are compared by their heights
-template <typename ToHeight> void prune(std::vector<Pass> &passes, size_t count, ToHeight to_height) {
+// Either this chain merges the two pieces, or they stay separate in any case. Fewer passes than the number of pieces, `count`,
+// remain.
+inline void prune(std::vector<Pass> &passes, size_t count, const Persistence &persistence) {
   std::sort(passes.begin(), passes.end(), [](const Pass &a, const Pass &b) { return a.key > b.key; });
   std::vector<int32_t> parent(count);
   std::iota(parent.begin(), parent.end(), 0);
   auto kept = passes.begin();
   for (auto begin = passes.begin(), end = begin; begin != passes.end(); begin = end) {
-    const auto height = to_height(begin->key);
-    while (end != passes.end() && to_height(end->key) == height)
+    const double height = persistence.distance(height_of(begin->key));
+    while (end != passes.end() && persistence.distance(height_of(end->key)) == height)
       ++end;
     // Passes of equal height are compared before any of them is joined, because their order is not yet known.
     const auto needed = std::partition(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 POSITION_BITS = 0b11111
 # Fixed-point representation of a foreground probability of 1. Integer sums do not depend on the order of the terms.
 PROBABILITY_ONE = 65536
+# Fixed-point foreground probability of each code. The codes are logits in steps of 1/16 from -8 to 8.
+PROBABILITIES = np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))).astype(np.int32)
 # Smallest normal float32: smaller numbers have fewer significant bits.
 MIN_DEPTH = float(np.finfo(np.float32).tiny)
 
@@ -250,18 +252,12 @@ def merge_in_python(
             link[low] = high
 
 
-def find_pieces_at_faces(
-    pieces: NDArray[np.integer], count: int, origin: Sequence[int] = (0, 0, 0), size: Sequence[int] = ()
-) -> NDArray[np.bool_]:
-    """Return which of `count` pieces touch a face of the volume. Axes that are only one voxel long have no faces.
+def list_faces(shape: Sequence[int], origin: Sequence[int], size: Sequence[int]) -> Iterator[tuple[slice | int, ...]]:
+    """Yield the index of each face of a volume of `size` in a part of `shape` that begins at voxel `origin`.
 
-    pieces  piece of each voxel in a part of the volume [z, y, x], from 1; 0 is the background
-    origin  first voxel of this part
-    size    size of the volume, if the part is not the whole volume
+    Axes of length 1 have no faces.
     """
-    touches_face = np.zeros(count + 1, np.bool_)
-    for axis, (first, part_length, length) in enumerate(zip(origin, pieces.shape, size or pieces.shape, strict=True)):
+    for axis, (first, part_length, length) in enumerate(zip(origin, shape, size, strict=True)):
         for side, is_face in ((0, first == 0), (-1, first + part_length == length)):
             if is_face and length > 1:
-                touches_face[pieces.take(side, axis)] = True
-    return touches_face[1:]
+                yield (*[slice(None)] * axis, side)

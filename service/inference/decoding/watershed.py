@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from service.inference.decoding.pieces import POSITION_BITS, PROBABILITY_ONE, Pieces, compute_heights, compute_keys
+from service.inference.decoding.pieces import (
+    POSITION_BITS,
+    PROBABILITIES,
+    Pieces,
+    compute_heights,
+    compute_keys,
+    list_faces,
+)
 
 # Key of background voxels: the lowest 32-bit integer, below the key of every height.
 BACKGROUND_KEY = -(2**31)
 # Number of voxels whose neighbors are examined together. Each voxel has 26 neighbors.
 NEIGHBOR_BATCH_VOXELS = 2**18
-
-# Fixed-point foreground probability of each code. The codes are logits in steps of 1/16 from -8 to 8.
-PROBABILITIES = torch.from_numpy(np.rint(PROBABILITY_ONE / (1 + np.exp((128 - np.arange(256)) / 16))))
 
 
 def find_basins(
@@ -55,9 +59,12 @@ def find_basins(
     ]
     volume = basins.view([length + 2 for length in heights.shape])[1:-1, 1:-1, 1:-1]
     voxel_codes = functional.pad(codes, (1, 1, 1, 1, 1, 1)).view(-1).index_select(0, position)
-    probability = PROBABILITIES.to(keys.device, non_blocking=True)[voxel_codes.int()]
+    probability = torch.from_numpy(PROBABILITIES).to(keys.device, torch.float64, non_blocking=True)[voxel_codes.int()]
     sums = (torch.bincount(basin, weights, len(ends) + 1)[1:].long() for weights in (None, probability))
-    properties = torch.stack((peak_keys.long(), *sums, _find_basins_at_faces(volume, len(ends)))).cpu().numpy()
+    at_face = torch.zeros(len(ends) + 1, dtype=torch.int64, device=keys.device)
+    for face in list_faces(volume.shape, (0, 0, 0), volume.shape):
+        at_face.index_fill_(0, volume[face].flatten().long(), 1)
+    properties = torch.stack((peak_keys.long(), *sums, at_face[1:])).cpu().numpy()
     highest_passes = _select_highest_passes(torch.cat(passes, 1), len(ends)).cpu().numpy()
     return volume, Pieces(np.arange(len(ends)), properties[0].astype(np.int32), properties[1:], highest_passes)
 
@@ -82,13 +89,6 @@ def _follow_paths(position: Tensor, target: Tensor, num_voxels: int) -> tuple[Te
     numbers[ends] = torch.arange(1, len(ends) + 1, dtype=torch.int32, device=rows.device)
     basin = numbers.index_select(0, parent)
     return basin, torch.cat((basin.new_zeros(1), basin)).index_select(0, row_of_voxel), ends
-
-
-def _find_basins_at_faces(basins: Tensor, count: int) -> Tensor:
-    """Return 1 for each of `count` basins that touches a face of the volume [Z, Y, X], as `find_pieces_at_faces`."""
-    faces = [basins.select(axis, side) for axis in range(3) if basins.shape[axis] > 1 for side in (0, -1)]
-    basins_at_faces = torch.cat([basins.new_zeros(1), *(face.flatten() for face in faces)])
-    return torch.zeros(count + 1, dtype=torch.int64, device=basins.device).index_fill_(0, basins_at_faces.long(), 1)[1:]
 
 
 def _make_offset_tables(distances: tuple[int, int, int]) -> tuple[Tensor, Tensor]:

@@ -5,39 +5,38 @@
 #include <new>
 #include <utility>
 
-#include "volume_watershed.hpp"
+#include "block_watershed.hpp"
 
 extern "C" {
 
-// Creates a watershed to which slabs can be added; returns null if there is not enough memory.
+// Creates a watershed to which blocks can be added; returns null if there is not enough memory.
 //
 // volume              size of the volume, [Z, Y, X]
-// box                 box in the volume whose pieces are computed: its first voxel, and the voxel after its last one, [2, 3]
-// along_y             whether slabs arrive along y instead of along z
+// area                box in the volume that contains all blocks
+// axis                axis along which blocks are added: 0 for z, 1 for y
 // threshold           score above which a voxel is foreground
 // depth               minimum depth of a pass below the lower of two peaks of separate objects, in units of the distance
 // heights_are_logits  whether heights are logits of the distance
-// block_planes        maximum number of planes of a slab that are processed together
-// threads             maximum number of threads
-// pieces              output: piece of each voxel in the box, from 1; 0 for background. Must exist as long as the watershed
-void *stackseg_watershed(const int64_t *volume, const int64_t *box, int32_t along_y, float threshold, double depth,
-                         int32_t heights_are_logits, int64_t block_planes, int32_t threads, int32_t *pieces) {
+// probabilities       fixed-point probability of each code of a foreground score, [256]
+// pieces              output: piece of each voxel in the area, from 1; 0 for background. Must exist as long as the watershed
+void *stackseg_watershed(const Index *volume, const Box *area, int32_t axis, float threshold, double depth,
+                         int32_t heights_are_logits, const int32_t *probabilities, int32_t *pieces) {
   try {
-    return new VolumeWatershed({volume[0], volume[1], volume[2]}, {{box[0], box[1], box[2]}, {box[3], box[4], box[5]}}, along_y,
-                               threshold, {depth, heights_are_logits != 0}, block_planes, threads, pieces);
+    return new BlockWatershed(*volume, *area, axis, threshold, {depth, heights_are_logits != 0}, probabilities, pieces);
   } catch (const std::bad_alloc &) {
     return nullptr;
   }
 }
 
-void stackseg_free(void *watershed) { delete static_cast<VolumeWatershed *>(watershed); }
+void stackseg_free(void *watershed) { delete static_cast<BlockWatershed *>(watershed); }
 
-// Adds the next planes of the box and of its neighbors in the volume; returns 0, or -1 if there is not enough memory.
-int32_t stackseg_slab(void *watershed, const void *heights, const int64_t *height_strides, const void *foreground,
-                      const int64_t *foreground_strides, int32_t is_bfloat16, int64_t planes) {
+// Adds the next block, which may be empty, and writes the pieces of its voxels. Returns 0, or -1 if there is not enough memory.
+//
+// scores     scores of the block and its neighbors in the volume, except for the last two planes of the previous block
+// workspace  13 bytes for each voxel in the block and in a margin of one voxel on every side, and for one more voxel
+int32_t stackseg_block(void *watershed, const Box *box, const Scores *scores, int32_t *workspace, int32_t threads) {
   try {
-    static_cast<VolumeWatershed *>(watershed)
-        ->add({heights, foreground, height_strides, foreground_strides, is_bfloat16 != 0, {}, 0}, planes);
+    static_cast<BlockWatershed *>(watershed)->add(*box, *scores, workspace, threads);
     return 0;
   } catch (const std::bad_alloc &) {
     return -1;
@@ -46,7 +45,7 @@ int32_t stackseg_slab(void *watershed, const void *heights, const int64_t *heigh
 
 // Writes the numbers of pieces and of passes between them, and returns the pieces in `pieces` and the passes in `passes`.
 void stackseg_pieces(void *watershed, int64_t *counts, const Piece **pieces, const Pass **passes) {
-  BlockWatershed &blocks = static_cast<VolumeWatershed *>(watershed)->blocks();
+  const BlockWatershed &blocks = *static_cast<BlockWatershed *>(watershed);
   counts[0] = blocks.ends().size() - 1, counts[1] = blocks.passes().size();
   *pieces = blocks.ends().data() + 1, *passes = blocks.passes().data();
 }

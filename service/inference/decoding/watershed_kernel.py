@@ -2,14 +2,16 @@
 
 Its basins and passes are the same as those of `watershed.py`, no matter how the volume was divided. For a small volume,
 the PyTorch version needs a hundred operations, each of which takes microseconds and releases the global interpreter
-lock. The kernel needs one call per slab.
+lock. The kernel needs one call per block.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,19 +21,20 @@ from torch import Tensor
 from service.core.native.library import CppFunctions
 from service.core.quantities import Size
 from service.core.types import Array
-from service.inference.decoding.pieces import Pieces, WatershedParameters, find_pieces_at_faces
+from service.inference.decoding.pieces import PROBABILITIES, Pieces, WatershedParameters, list_faces
 
 # Argument and result types of each function, as letters of `CppFunctions.CTYPES`.
 SIGNATURES = (
-    ("stackseg_watershed", "ppifdiqip", "p"),
+    ("stackseg_watershed", "ppifdipp", "p"),
     ("stackseg_free", "p", "-"),
-    ("stackseg_slab", "pppppiq", "i"),
+    ("stackseg_block", "ppppi", "i"),
     ("stackseg_pieces", "pppp", "-"),
     ("stackseg_look_up", "pqppii", "-"),
 )
 # Structures of the kernel.
 PIECE = np.dtype([("position", "i8"), ("key", "i4"), ("voxels", "i4"), ("foreground", "i8")])
 PASS = np.dtype([("first", "i4"), ("second", "i4"), ("key", "i4")])
+SCORES = np.dtype([("addresses", "i8", 2), ("strides", "i8", (2, 3)), ("first", "i8", 3), ("is_bfloat16", "i8")])
 
 # Minimum number of voxels in a block. The arrays of a block of this size use 50 megabytes.
 MIN_BLOCK_VOXELS = 2**22
@@ -44,8 +47,13 @@ MIN_BLOCK_PLANES = 8
 # Positions in a block are 32-bit integers.
 MAX_INDEX = 2**31 - 1
 
+# If a slab arrives within this time after the previous slab was processed, slabs arrive faster than they are processed.
+MAX_DELAY_SECONDS = 1e-3
+
+# One thread processes a smaller slab in 4 ms. Others would wait up to 5 ms for a core while threads of OpenMP spin.
+MIN_PARALLEL_VOXELS = 2**20
+
 CPU = torch.device("cpu")
-DTYPES = (torch.float32, torch.bfloat16)
 
 Box = Sequence[tuple[int, int]]
 """First index and exclusive end index along (z, y, x)."""
@@ -101,8 +109,6 @@ class WatershedKernel(CppFunctions):
         z, y, x = (end - first for first, end in box)
         if min(z, y, x) < 1 or not self.supports(CPU, (z, y, x)):
             raise ValueError(f"the kernel does not support a volume of {(z, y, x)} voxels")
-        if options.block_planes is None:
-            options = options._replace(block_planes=choose_block_planes((z, y, x), along_y=options.along_y))
         return KernelWatershed(self._functions, volume_size, box, parameters, options)
 
 
@@ -115,30 +121,28 @@ class KernelWatershed:
     _handle: int | None = None
 
     def __init__(
-        self,
-        functions: ctypes.CDLL,
-        volume_size: Size,
-        box: Box,
-        parameters: WatershedParameters,
-        options: WatershedOptions,
+        self, functions: ctypes.CDLL, size: Size, box: Box, parameters: WatershedParameters, options: WatershedOptions
     ) -> None:
-        self._functions, self._volume_size, (self._along_y, block_planes, self._threads) = (
-            functions,
-            volume_size,
-            options,
-        )
-        self._origin = [first for first, _ in box]
+        axis = int(options.along_y)
+        self._functions, self._size, self._axis, self._threads = functions, size, axis, options.threads
+        self._box = np.array(box, np.int64).T.copy()
         # The paths of voxels at the faces of the box may lead to its neighbors in the volume.
-        self._shape = [min(end + 1, n) - max(first - 1, 0) for (first, end), n in zip(box, volume_size, strict=True)]
-        self._num_missing_planes = self._shape[self._along_y]
-        self.pieces = np.empty([end - first for first, end in box], np.int32)
-        bounds = (ctypes.c_int64 * 6)(*self._origin, *(end for _, end in box))
+        self._scores_box = np.clip(self._box + np.array([[-1], [1]]), 0, size)
+        # Ends of the planes that have arrived, and of the planes whose pieces are known.
+        self._arrived, self._processed = int(self._scores_box[0, axis]), int(self._box[0, axis])
+        self.pieces = np.empty(self._box[1] - self._box[0], np.int32)
+        z, y, x = self.pieces.shape
+        self._block_planes = options.block_planes or choose_block_planes((z, y, x), along_y=options.along_y)
+        block_shape = [min(self._block_planes, n) if i == axis else n for i, n in enumerate((z, y, x))]
+        # 13 bytes per voxel, in huge pages: clearing small pages would take a quarter of the time of the watershed.
+        self._workspace = np.empty(13 * (math.prod(n + 2 for n in block_shape) + 1), np.uint8)
         self._handle = functions.stackseg_watershed(
-            *((ctypes.c_int64 * 3)(*volume_size), bounds, self._along_y, parameters.threshold, parameters.depth),
-            *(parameters.heights_are_logits, block_planes, self._threads, self.pieces.ctypes.data),
+            *((ctypes.c_int64 * 3)(*size), self._box.ctypes.data, axis, parameters.threshold, parameters.depth),
+            *(parameters.heights_are_logits, PROBABILITIES.ctypes.data, self.pieces.ctypes.data),
         )
         if self._handle is None:
             raise MemoryError(f"not enough memory for the watershed of {self.pieces.shape} voxels")
+        self._idle_since = time.monotonic()
 
     def __del__(self) -> None:
         self._free()
@@ -151,29 +155,52 @@ class KernelWatershed:
         """Add the next planes, [planes, Y, X] or, along y, [Z, planes, X], float32 or bfloat16 on the CPU.
 
         The planes include the neighbors of the box in the volume. Foreground scores are compared with the threshold.
-        Raises ValueError if the planes do not match the box, and MemoryError if there is not enough memory.
+        The last plane is processed after the next plane has arrived. Raises ValueError if the planes do not match the
+        box, or if the first planes contain none of the box, and MemoryError if there is not enough memory.
         """
-        num_planes = heights.shape[self._along_y]
-        self._check_planes((heights, foreground), num_planes)
+        self._check_planes((heights, foreground))
+        if not heights.numel():
+            return
         if heights.dtype != foreground.dtype:
             heights, foreground = heights.float(), foreground.float()
         # The kernel reads contiguous rows.
-        tensors = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (heights, foreground)]
-        arguments = [item for tensor in tensors for item in (tensor.data_ptr(), (ctypes.c_int64 * 3)(*tensor.stride()))]
-        if self._functions.stackseg_slab(self._handle, *arguments, heights.dtype == torch.bfloat16, num_planes):
-            raise MemoryError("not enough memory for the pieces of a watershed")
-        self._num_missing_planes -= num_planes
+        planes = [tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (heights, foreground)]
+        first = self._scores_box[0].copy()
+        first[self._axis] = self._arrived
+        addresses, strides = zip(*((tensor.data_ptr(), tensor.stride()) for tensor in planes), strict=True)
+        scores = np.array((addresses, strides, first, heights.dtype == torch.bfloat16), SCORES)
+        self._arrived += heights.shape[self._axis]
+        is_last = self._arrived == self._scores_box[1, self._axis]
+        # While a request waits for slabs, other threads need the cores to compute them. Do not compete with them.
+        is_urgent = is_last or time.monotonic() - self._idle_since < MAX_DELAY_SECONDS
+        end = int(self._box[1, self._axis]) if is_last else self._arrived - 1
+        self._process(end, scores, self._threads if is_urgent and heights.numel() >= MIN_PARALLEL_VOXELS else 1)
+        self._idle_since = time.monotonic()
 
-    def _check_planes(self, tensors: Sequence[Tensor], num_planes: int) -> None:
-        if num_planes > self._num_missing_planes:
-            raise ValueError(f"{num_planes} planes were added, but only {self._num_missing_planes} planes are missing")
-        self._shape[self._along_y] = num_planes
+    def _process(self, end: int, scores: Array, threads: int) -> None:
+        """Process the planes up to `end`, given the new planes as `SCORES`."""
+        # If there is no plane to process, an empty block stores the new planes for the next block.
+        for first in range(self._processed, max(end, self._processed + 1), self._block_planes):
+            block = self._box.copy()
+            block[:, self._axis] = first, min(first + self._block_planes, end)
+            addresses = (array.ctypes.data for array in (block, scores, self._workspace))
+            if self._functions.stackseg_block(self._handle, *addresses, threads):
+                raise MemoryError("not enough memory for the pieces of a watershed")
+        self._processed = end
+
+    def _check_planes(self, tensors: Sequence[Tensor]) -> None:
+        shape = (self._scores_box[1] - self._scores_box[0]).tolist()
+        num_missing = self._scores_box[1, self._axis] - self._arrived
+        shape[self._axis] = min(tensors[0].shape[self._axis], int(num_missing))
         for tensor in tensors:
-            if tensor.dtype not in DTYPES or list(tensor.shape) != self._shape or tensor.device.type != "cpu":
+            is_supported = tensor.dtype in {torch.float32, torch.bfloat16} and tensor.device.type == "cpu"
+            if not is_supported or list(tensor.shape) != shape:
                 raise ValueError(
-                    f"expected a CPU tensor of shape {self._shape} with a supported data type, got a tensor of type"
+                    f"expected a CPU tensor of shape {shape} with a supported data type, got a tensor of type"
                     f" {tensor.dtype} with shape {list(tensor.shape)}"
                 )
+        if 0 < shape[self._axis] <= self._processed - self._arrived:
+            raise ValueError("the first planes must include a plane of the box")
 
     def find_pieces(self) -> tuple[Pieces, NDArray[np.int32]]:
         """Return the pieces of the volume and the link of each piece, as in `join_pieces`."""
@@ -183,17 +210,20 @@ class KernelWatershed:
 
     def collect_pieces(self) -> Pieces:
         """Return the pieces of the box after all planes have been added. Raises ValueError if planes are missing."""
-        if self._num_missing_planes:
-            raise ValueError(f"{self._num_missing_planes} planes are missing")
+        if self._processed < self._box[1, self._axis]:
+            raise ValueError("planes are missing")
+        self._workspace = np.empty(0, np.uint8)
         counts, addresses = (ctypes.c_int64 * 2)(), (ctypes.c_void_p * 2)()
         self._functions.stackseg_pieces(self._handle, counts, addresses, ctypes.byref(addresses, 8))
         pieces, passes = (
-            _copy_array(address, count, dtype)
+            np.frombuffer(ctypes.string_at(address, count * dtype.itemsize), dtype)
             for address, count, dtype in zip(addresses, counts, (PIECE, PASS), strict=True)
         )
-        at_face = find_pieces_at_faces(self.pieces, len(pieces), self._origin, self._volume_size)
+        at_face = np.zeros(len(pieces) + 1, np.int64)
+        for face in list_faces(self.pieces.shape, self._box[0].tolist(), self._size):
+            at_face[self.pieces[face]] = 1
         pairs = passes["first"] - 1, passes["second"] - 1
-        sums = np.stack((pieces["voxels"], pieces["foreground"], at_face))
+        sums = np.stack((pieces["voxels"], pieces["foreground"], at_face[1:]))
         return Pieces(pieces["position"], pieces["key"], sums, np.stack((*pairs, passes["key"])))
 
     def look_up(self, label_of_piece: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
@@ -204,11 +234,6 @@ class KernelWatershed:
             *(label_of_piece.ctypes.data, labels.ctypes.data, labels.itemsize, self._threads),
         )
         return labels
-
-
-def _copy_array(address: int | None, count: int, dtype: np.dtype[Any]) -> Array:
-    """Return a copy of an array of structures in the memory of the kernel."""
-    return np.frombuffer(ctypes.string_at(address, count * dtype.itemsize) if address else b"", dtype)
 
 
 watershed_kernel = WatershedKernel(SIGNATURES)

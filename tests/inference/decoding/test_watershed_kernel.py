@@ -1,5 +1,6 @@
 """The C++ kernel gives the same labels as the PyTorch implementations, voxel by voxel."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,12 @@ Size = tuple[int, int, int]
 
 
 @pytest.fixture(scope="module")
-def kernel() -> WatershedKernel:
+def kernel() -> Iterator[WatershedKernel]:
+    """Return the kernel, which also uses several threads for small volumes."""
     assert watershed_kernel.supports(CPU)
-    return watershed_kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.inference.decoding.watershed_kernel.MIN_PARALLEL_VOXELS", 0)
+        yield watershed_kernel
 
 
 def assert_implementations_agree(
@@ -244,8 +248,11 @@ def test_invalid_planes_and_calls_are_rejected(kernel: WatershedKernel) -> None:
                 start().add(*parts)
     complete = start()
     complete.add(heights, heights)
-    with pytest.raises(ValueError, match="only 0 planes are missing"):
+    with pytest.raises(ValueError, match=r"expected a CPU tensor of shape \[0, 4, 5\]"):
         complete.add(heights, heights)
+    box = kernel.start((3, 4, 5), PARAMETERS, box=[(1, 3), (0, 4), (0, 5)])
+    with pytest.raises(ValueError, match="must include a plane of the box"):
+        box.add(heights[:1], heights[:1])
     incomplete = start()
     incomplete.add(heights[:2], heights[:2])
     with pytest.raises(ValueError, match="missing"):
