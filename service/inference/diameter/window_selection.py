@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -21,8 +20,8 @@ MAX_CENTERS_PER_AXIS = 16
 # Candidate centers are ranked in planes whose pixels are averages of this many pixels along y and x.
 PLANE_REDUCTION = 2
 
-# Maximum width of structures that contrast is measured in, relative to the width of a window. The edge of a sample or of
-# an illuminated area often has a higher contrast than the objects, but it does not show their diameter.
+# Maximum width of the structures that contribute to the contrast, relative to the width of a window. The edge of a
+# sample often has a higher contrast than the objects, but it does not show their diameter.
 MAX_RELATIVE_WIDTH = 2
 
 # Maximum number of windows that `select_high_contrast_windows` returns.
@@ -63,17 +62,16 @@ def _isolate_bright_structures(plane: Tensor, window_size: Size) -> Tensor:
     edges of large structures, unlike a blurred image.
     """
     reduced = functional.avg_pool2d(plane.clamp(0, 1), PLANE_REDUCTION, ceil_mode=True, count_include_pad=False)
-    widths = [MAX_RELATIVE_WIDTH * length // PLANE_REDUCTION for length in window_size[1:]]
-    eroded = -_compute_running_maximum(-reduced, widths)
-    return reduced - _compute_running_maximum(eroded, widths)
+    radii = [MAX_RELATIVE_WIDTH * length // (2 * PLANE_REDUCTION) for length in window_size[1:]]
+    # The plane continues beyond its borders, so edges are also straight there.
+    padding = [2 * radius for radius in reversed(radii) for _ in range(2)]
+    eroded = -_compute_running_maximum(-functional.pad(reduced, padding, "replicate"), radii)
+    return reduced - _compute_running_maximum(eroded, radii)
 
 
-def _compute_running_maximum(plane: Tensor, widths: Sequence[int]) -> Tensor:
-    """Return the maximum of a plane [C, y, x] in the rectangle of `widths`, rounded up to odd, around each pixel."""
-    for axis, width in enumerate(widths, start=1):
-        radius = width // 2
-        padding = (0, 0, radius, radius) if axis == 1 else (radius, radius)
-        plane = functional.pad(plane, padding, value=-math.inf)
+def _compute_running_maximum(plane: Tensor, radii: Sequence[int]) -> Tensor:
+    """Return the maxima in all rectangles of 2 * `radii` + 1 pixels that lie within a plane [C, y, x]."""
+    for axis, radius in enumerate(radii, start=1):
         # The maximum of two overlapping segments is the maximum of their union, so a few steps cover any width.
         covered = 1
         while covered <= 2 * radius:
