@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from service.core.quantities import Size
 from service.inference.windows.grid import as_size
@@ -15,6 +16,13 @@ from service.inference.windows.sliding_window import Image
 # Maximum number of candidate window centers: along z, and along each of y and x.
 MAX_CANDIDATE_PLANES = 8
 MAX_CENTERS_PER_AXIS = 16
+
+# Candidate centers are ranked in planes whose pixels are averages of this many pixels along y and x.
+PLANE_REDUCTION = 2
+
+# Maximum width of the structures that contribute to the contrast, relative to the width of a window. The edge of a
+# sample often has a higher contrast than the objects, but it does not show their diameter.
+MAX_RELATIVE_WIDTH = 2
 
 # Maximum number of windows that `select_high_contrast_windows` returns.
 MAX_WINDOWS = 4
@@ -27,7 +35,7 @@ def rank_by_contrast(image: Image, window_size: Size) -> list[Size]:
     """Return candidate window centers (z, y, x) in descending order of contrast.
 
     The contrast at a center is the standard deviation of the voxels in its z plane, within a window of size
-    `window_size`.
+    `window_size`, after structures that are wider than `MAX_RELATIVE_WIDTH` windows have been subtracted.
     """
     depth, height, width = image.shape[2:]
     rows, columns = (
@@ -35,13 +43,43 @@ def rank_by_contrast(image: Image, window_size: Size) -> list[Size]:
         _place_centers(width, window_size[2], MAX_CENTERS_PER_AXIS),
     )
     candidates = list[tuple[float, Size]]()
-    half_height, half_width = window_size[1] // 2, window_size[2] // 2
+    half_height, half_width = (max(length // (2 * PLANE_REDUCTION), 1) for length in window_size[1:])
     for z in _place_centers(depth, window_size[0] // 2, MAX_CANDIDATE_PLANES):
-        plane = image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)].clamp(0, 1)
-        for y, x in itertools.product(rows, columns):
-            patch = plane[:, :, max(y - half_height, 0) : y + half_height, max(x - half_width, 0) : x + half_width]
-            candidates.append((-float(patch.std(correction=0)), (z, y, x)))
+        plane = _isolate_bright_structures(
+            image[0, slice(None), slice(z, z + 1), slice(0, height), slice(0, width)][:, 0], window_size
+        )
+        for center in itertools.product(rows, columns):
+            y, x = (position // PLANE_REDUCTION for position in center)
+            patch = plane[:, max(y - half_height, 0) : y + half_height, max(x - half_width, 0) : x + half_width]
+            candidates.append((-float(patch.std(correction=0)), (z, *center)))
     return [center for _, center in sorted(candidates)]
+
+
+def _isolate_bright_structures(plane: Tensor, window_size: Size) -> Tensor:
+    """Return a plane [C, y, x] at reduced resolution without structures that are wider than about two windows.
+
+    The background, which is subtracted, is the morphological opening (white top-hat; Serra 1982). It keeps straight
+    edges of large structures, unlike a blurred image.
+    """
+    reduced = functional.avg_pool2d(plane.clamp(0, 1), PLANE_REDUCTION, ceil_mode=True, count_include_pad=False)
+    radii = [MAX_RELATIVE_WIDTH * length // (2 * PLANE_REDUCTION) for length in window_size[1:]]
+    # The plane continues beyond its borders, so edges are also straight there.
+    padding = [2 * radius for radius in reversed(radii) for _ in range(2)]
+    eroded = -_compute_running_maximum(-functional.pad(reduced, padding, "replicate"), radii)
+    return reduced - _compute_running_maximum(eroded, radii)
+
+
+def _compute_running_maximum(plane: Tensor, radii: Sequence[int]) -> Tensor:
+    """Return the maxima in all rectangles of 2 * `radii` + 1 pixels that lie within a plane [C, y, x]."""
+    for axis, radius in enumerate(radii, start=1):
+        # The maximum of two overlapping segments is the maximum of their union, so a few steps cover any width.
+        covered = 1
+        while covered <= 2 * radius:
+            shift = min(covered, 2 * radius + 1 - covered)
+            length = plane.shape[axis] - shift
+            plane = torch.maximum(plane.narrow(axis, 0, length), plane.narrow(axis, shift, length))
+            covered += shift
+    return plane
 
 
 def select_high_contrast_windows(image: Image, roi: Size) -> list[Tensor]:
