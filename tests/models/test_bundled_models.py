@@ -119,20 +119,21 @@ def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec
 
 
 @pytest.mark.parametrize("name", ["embryos", "membranes", "nuclei"])
-def test_calibrated_confidence_separates_objects_from_noise(specs: dict[str, ModelSpec], name: str) -> None:
-    """The expected F1 of a stack that the model is made for is close to F1. That of noise causes a warning."""
+def test_calibrated_confidence_is_low_for_other_objects(specs: dict[str, ModelSpec], name: str) -> None:
+    """The expected F1 of a stack that the model is made for is close to F1. Other objects cause a warning."""
     spec = specs[name]
     assert spec.confidence is not None
     assert spec.confidence.objects is not None
     rng, shape = np.random.default_rng(8), (48, 64, 64)
-    if name == "membranes":
-        image, truth = synthesize_tissue(rng, shape, replace(TYPICAL_TISSUE, diameter=24))
-    else:
-        image, truth = synthesize(rng, shape, TYPICAL_NUCLEI)
-    noise = rng.poisson(30, (32, 32, 32)).astype(np.uint16)
+    stacks = {
+        "nuclei": synthesize(rng, shape, TYPICAL_NUCLEI),
+        "membranes": synthesize_tissue(rng, shape, replace(TYPICAL_TISSUE, diameter=24)),
+    }
+    image, truth = stacks.pop("membranes" if name == "membranes" else "nuclei")
+    ((other, _),) = stacks.values()
     runner = make_eager_runner(spec)
-    good, bad = (segment(runner, Volume.from_array(stack[None]), Options()) for stack in (image, noise))
-    assert good.confidence == pytest.approx(score(truth, good.segmentation.pixels).f1, abs=0.2)
+    good, bad = (segment(runner, Volume.from_array(stack[None]), Options()) for stack in (image, other))
+    assert good.confidence == pytest.approx(score(truth, good.segmentation.pixels).f1, abs=0.25)
     assert good.quality_warning is None
     assert bad.quality_warning is not None
 
