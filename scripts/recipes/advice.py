@@ -1,20 +1,23 @@
-"""Check the advice of low-confidence warnings: `python -m scripts.recipes.advice [FOLDER] [--model nuclei]`.
+"""Check the advice of low-confidence warnings.
 
-The stacks and requests are those of `scripts.recipes.calibration`, except noise. If a warning suggests a parameter, the
-stack is segmented again with this parameter. The table lists F1 before and after. A stated diameter is not corrected
-automatically.
+    python -m scripts.recipes.advice [FOLDER] [--model NAME] [--embryos FOLDER] [--tissues FOLDER]
+
+The stacks and requests are those of `scripts.recipes.calibration`, except noise and organoids. If a warning suggests a
+parameter, the stack is segmented again with this parameter. The table lists F1 before and after. A stated diameter is
+not corrected automatically.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from scripts.recipes.calibration import Case, make_cases
+from scripts.recipes.calibration_cases import Case, Folders, make_cases
 from scripts.recipes.segmenters import start_segmenter
 from service.core.quantities import parse_diameter
 from service.core.types import Options, PostprocessingOptions
@@ -79,10 +82,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="folder of recorded stacks")
     parser.add_argument("--model", default="nuclei", help="name or folder of the model")
+    parser.add_argument("--embryos", type=Path, help="folder of BBBC050")
+    parser.add_argument("--tissues", type=Path, help="folder of the stacks of `scripts.recipes.tissues`")
     arguments = parser.parse_args()
-    runners = {None: start_segmenter(arguments.model), "membranes": start_segmenter("membranes")}
+    folders = Folders(arguments.folder, arguments.embryos, arguments.tissues)
+    runner = start_segmenter(arguments.model)
+    start = functools.cache(start_segmenter)
     outcomes = follow_advice(
-        make_cases(arguments.folder), lambda case, model, options: segment(runners[model], case.volume, options)
+        make_cases(runner.spec.name, folders),
+        lambda case, model, options: segment(start(model) if model else runner, case.volume, options),
     )
     for line in report(outcomes):
         sys.stdout.write(f"{line}\n")

@@ -1,26 +1,28 @@
-"""Fit the calibrated confidence of the objects of `nuclei`, and draw a reliability diagram.
+"""Fit the calibrated confidence of the objects of a model, and draw a reliability diagram.
 
-    python -m scripts.recipes.calibration [FOLDER] [--embryos FOLDER] [--left-out FOLDER] [--samples FILE]
-        [--diagram FILE]
+    python -m scripts.recipes.calibration [FOLDER] [--model NAME] [--embryos FOLDER] [--tissues FOLDER]
+        [--left-out FOLDER] [--samples FILE] [--diagram FILE]
 
 The command segments stacks that the weights were not trained on, and determines which objects match a true object with
 an intersection over union (IoU) above 0.5. It prints the section `confidence.objects` for the `model.yaml` of the
 model, and the calibration error, computed by leave-one-stack-out cross-validation. All stacks of a group have the same
 weight. Recorded stacks have the same total weight in the fit as synthetic ones.
 
-FOLDER contains the recorded stacks `RECORDED_STACKS`, each in a subfolder with `image.tif` and `mask.tif`. The
-synthetic stacks are those of `scripts.recipes.trials`, flat nuclei, and stained membranes. Nuclei are also segmented
-with diameters that are too small or too large. `--embryos` adds late embryos in the test set of BBBC050 (see
-`scripts.recipes.held_out`). `--left-out` adds the organoids `ORGANOIDS` in FOLDER. It names a folder with a model for
-each of them that was trained without it, under the name of the stack.
+FOLDER contains recorded stacks, each in a subfolder with `image.tif` and `mask.tif`. The synthetic stacks are those of
+`scripts.recipes.trials` and others (see `scripts.recipes.calibration_cases`). Some stacks are also segmented with
+diameters that are too small or too large.
 
-`--samples` names a file for the objects. If it exists, it is read, and nothing is segmented.
+--embryos   for models of nuclei: adds embryos in the test set of BBBC050 (see `scripts.recipes.held_out`), which are
+            left out one by one with all of their stacks
+--tissues   for `membranes`: adds the stacks of `scripts.recipes.tissues`
+--left-out  for `nuclei`: adds the organoids `ORGANOIDS` in FOLDER. It names a folder with a model for each of them that
+            was trained without it, under the name of the stack.
+--samples   names a file for the objects. If it exists, it is read, and nothing is segmented.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,46 +30,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.random import default_rng
 from numpy.typing import NDArray
 
-from scripts.recipes.confidence import MAX_PIXEL_BYTES, SELECTIONS, make_membranes
-from scripts.recipes.held_out import find_embryos
+from scripts.recipes.calibration_cases import Case, Folders, make_cases, read_recorded_cases
 from scripts.recipes.reliability import Reliability, bin_by_confidence, draw_diagram
 from scripts.recipes.segmenters import start_segmenter
-from scripts.recipes.synthetic_nuclei import Scene, synthesize
-from scripts.recipes.trials import make_nuclei_stacks
-from service.core.quantities import Diameter, VoxelSize
-from service.core.types import Objects, Options, Selection, Volume
-from service.formats import stack_reader
+from service.core.types import Objects, Options
 from service.inference.diameter.confidence import measure_object_features
 from service.inference.runner.model_runner import ModelRunner
 from service.inference.segment import segment
 from service.models.spec import ModelSpec
-from service.training.examples import compute_mean_diameter
 
-# Recorded stacks with labels of all nuclei, which the weights were not trained on.
-RECORDED_STACKS = (
-    "mouse_embryo_8cell",
-    "arabidopsis_ovule_nuclei_1135",
-    "synthetic_nuclei_stardist",
-)
-# Recorded stacks that the weights were trained on.
+# Recorded stacks that the weights of `nuclei` were trained on.
 ORGANOIDS = ("cellos_organoid_egfp_d0_108", "cellos_organoid_hoechst_d4_120")
-# Every N-th late embryo is used.
-EMBRYO_STEP = 2
-# Plane spacing of the organoids relative to their pixel size, which the files do not contain.
-ORGANOID_ANISOTROPY = 9.0
-# Numbers of synthetic stacks.
-NUCLEI_STACKS = 24
-FLAT_STACKS = 14
-FOREIGN_STACKS = 6
-# Every N-th stack of noise is used.
-NOISE_STEP = 5
-# Factors between the diameter in a request and the true diameter: one for each synthetic stack, all for recorded ones.
-WRONG_FACTORS = (0.6, 0.77, 1.3, 1.7)
-RECORDED_FACTORS = (0.77, 1.0, 1.3)
-MIN_DIAMETER_VOXELS = 5.0
 # Strength of the L2 regularization in the fit, and the number of Newton steps.
 RIDGE_PENALTY = 1.0
 NEWTON_STEPS = 50
@@ -78,17 +53,6 @@ SIZE_COLUMN = 2
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
-
-
-class Case(NamedTuple):
-    """A request: a stack [1, Z, Y, X] with its true labels [Z, Y, X], or None without objects, and a diameter."""
-
-    group: str
-    stack: str
-    condition: str
-    volume: Volume
-    truth: NDArray[Any] | None
-    diameter: Diameter | None = None
 
 
 class Sample(NamedTuple):
@@ -102,65 +66,6 @@ class Sample(NamedTuple):
     f1: float
 
 
-def make_cases(folder: Path | None, embryos: Path | None = None) -> Iterator[Case]:
-    """Yield the synthetic cases, and the recorded ones if there are folders of recorded stacks and of embryos."""
-    for index, (kind, volume, truth) in enumerate(make_nuclei_stacks(NUCLEI_STACKS)):
-        seed = index // 4
-        case = Case(kind, f"{kind} {seed}", "default", volume, truth if kind != "noise" else None)
-        if kind != "noise" or seed % NOISE_STEP == 0:
-            yield case
-        if kind == "usual":
-            yield with_factor(case, WRONG_FACTORS[seed % len(WRONG_FACTORS)])
-    for seed in range(FLAT_STACKS):
-        yield make_flat_case(seed)
-    for seed in range(FOREIGN_STACKS):
-        volume, cells = make_membranes(seed)[0][2:4]
-        yield Case("foreign", f"foreign {seed}", "default", volume, np.asarray(cells))
-    if folder is not None:
-        yield from read_recorded_cases(folder, RECORDED_STACKS)
-    if embryos is not None:
-        late = (stack for stack in find_embryos(embryos) if stack.kind == "late")
-        for number, stack in enumerate(itertools.islice(late, 0, None, EMBRYO_STEP)):
-            yield Case("recorded", f"late embryo {number}", "default", stack.volume, stack.truth)
-
-
-def read_recorded_cases(folder: Path, names: Iterable[str]) -> Iterator[Case]:
-    """Yield the cases of recorded stacks."""
-    for name in names:
-        volume = stack_reader.read(folder / name / "image.tif", SELECTIONS.get(name, Selection()), MAX_PIXEL_BYTES)
-        mask = stack_reader.read(folder / name / "mask.tif", Selection(axes="ZYX"), MAX_PIXEL_BYTES)
-        yield from make_recorded_cases(Case("recorded", name, "default", volume, mask.read_all()[0]))
-
-
-def make_recorded_cases(case: Case) -> Iterator[Case]:
-    """Yield a recorded case with several diameters, or with and without the voxel size if it is not in the file."""
-    yield case
-    if case.stack.startswith("cellos"):
-        voxel_size = VoxelSize(ORGANOID_ANISOTROPY, 1, 1)
-        yield case._replace(condition="voxel size", volume=Volume.from_array(case.volume.read_all(), voxel_size))
-    else:
-        yield from (with_factor(case, factor) for factor in RECORDED_FACTORS)
-
-
-def make_flat_case(seed: int) -> Case:
-    """Return a stack of nuclei that are few planes deep. The voxel size of every other stack is known."""
-    rng = default_rng([4400, seed])
-    scene = Scene.draw_flat(rng)
-    edge = int(np.clip(6 * scene.diameter, 96, 144))
-    image, truth = synthesize(rng, (int(rng.integers(14, 26)), edge, edge), scene)
-    volume = Volume.from_array(image[None], VoxelSize(scene.anisotropy, 1, 1) if seed % 2 else None)
-    return Case("flat", f"flat {seed}", "default", volume, truth)
-
-
-def with_factor(case: Case, factor: float) -> Case:
-    """Return a case whose diameter is the true mean diameter in the plane times a factor."""
-    if case.truth is None:
-        raise ValueError("A stack without objects has no diameter.")
-    anisotropy = 1.0 if case.volume.voxel_size is None else case.volume.voxel_size.anisotropy
-    width = factor * compute_mean_diameter(case.truth) * anisotropy ** (1 / 3)
-    return case._replace(condition=f"x{factor:g}", diameter=Diameter((max(width, MIN_DIAMETER_VOXELS),), "px"))
-
-
 def find_matches(truth: NDArray[Any], labels: NDArray[Any], count: int) -> Booleans:
     """Return which of the objects 1 to `count` of the labels match a true object with an IoU above 0.5 [count]."""
     values, true_indices = np.unique(truth, return_inverse=True)
@@ -172,7 +77,8 @@ def find_matches(truth: NDArray[Any], labels: NDArray[Any], count: int) -> Boole
 
 def collect_all_samples(runner: ModelRunner, options: argparse.Namespace) -> Iterator[Sample]:
     """Yield the samples of all stacks that the command line specifies."""
-    yield from collect_samples(runner, make_cases(options.folder, options.embryos))
+    folders = Folders(options.folder, options.embryos, options.tissues)
+    yield from collect_samples(runner, make_cases(runner.spec.name, folders))
     for name in ORGANOIDS if options.left_out else ():
         left_out_runner = start_segmenter(str(options.left_out / name))
         yield from collect_samples(left_out_runner, read_recorded_cases(options.folder, [name]))
@@ -328,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", help="folder of recorded stacks")
     parser.add_argument("--embryos", type=Path, help="folder of BBBC050")
+    parser.add_argument("--tissues", type=Path, help="folder of the stacks of `scripts.recipes.tissues`")
     parser.add_argument("--left-out", type=Path, help="folder of models that were trained without an organoid")
     parser.add_argument("--model", default="nuclei", help="name or folder of the model")
     parser.add_argument("--samples", type=Path, help="file to write the objects to, or to read them from")

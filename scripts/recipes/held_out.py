@@ -35,11 +35,12 @@ EMBRYO_VOXEL_SIZE = VoxelSize(1.75, 0.8, 0.8)
 
 
 class Stack(NamedTuple):
-    """A stack [1, Z, Y, X] of one kind with its labels [Z, Y, X]."""
+    """A stack [1, Z, Y, X] of one kind with its labels [Z, Y, X], and the name of its file."""
 
     kind: str
     volume: Volume
     truth: NDArray[Any]
+    name: str = ""
 
 
 def find_embryos(folder: Path) -> Iterator[Stack]:
@@ -57,7 +58,7 @@ def find_embryos(folder: Path) -> Iterator[Stack]:
         truth = tifffile.imread(folder / "GroundTruth/test/GroundTruth_QCANet" / path.name)
         if count := len(np.unique(truth[truth > 0])):
             volume = Volume.from_array(tifffile.imread(path)[None], EMBRYO_VOXEL_SIZE)
-            yield Stack("late" if count >= MIN_LATE_NUCLEI else "early", volume, truth)
+            yield Stack("late" if count >= MIN_LATE_NUCLEI else "early", volume, truth, path.stem)
 
 
 def report(segment: Callable[[Volume], NDArray[Any]], stacks: Iterable[Stack]) -> Iterator[str]:

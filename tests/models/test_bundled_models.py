@@ -118,6 +118,26 @@ def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec
     assert scores.f1 > 0.85
 
 
+@pytest.mark.parametrize("name", ["embryos", "membranes", "nuclei"])
+def test_calibrated_confidence_is_low_for_other_objects(specs: dict[str, ModelSpec], name: str) -> None:
+    """The expected F1 of a stack that the model is made for is close to F1. Other objects cause a warning."""
+    spec = specs[name]
+    assert spec.confidence is not None
+    assert spec.confidence.objects is not None
+    rng, shape = np.random.default_rng(8), (48, 64, 64)
+    stacks = {
+        "nuclei": synthesize(rng, shape, TYPICAL_NUCLEI),
+        "membranes": synthesize_tissue(rng, shape, replace(TYPICAL_TISSUE, diameter=24)),
+    }
+    image, truth = stacks.pop("membranes" if name == "membranes" else "nuclei")
+    ((other, _),) = stacks.values()
+    runner = make_eager_runner(spec)
+    good, bad = (segment(runner, Volume.from_array(stack[None]), Options()) for stack in (image, other))
+    assert good.confidence == pytest.approx(score(truth, good.segmentation.pixels).f1, abs=0.25)
+    assert good.quality_warning is None
+    assert bad.quality_warning is not None
+
+
 def test_bfloat16_is_within_the_tuning_tolerance(nuclei: ModelSpec) -> None:
     """Emulate BF16 units: weights, inputs and outputs of convolutions are rounded, and sums are in float32."""
     network = prepare(load_network(nuclei), CPU, torch.float32, torch.channels_last_3d)

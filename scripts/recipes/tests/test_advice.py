@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from scripts.recipes.advice import Outcome, apply_suggestion, follow_advice, report
-from scripts.recipes.calibration import Case
+from scripts.recipes.calibration_cases import Case
 from service.core.quantities import Diameter
 from service.core.types import Options, Segmentation, Volume
 from service.inference.types import QualityWarning, Result

@@ -43,7 +43,7 @@ MIN_OBJECTS_FOR_DIAMETER = 10
 MAX_ENLARGEMENT = 2.8**3
 
 # Maximum absolute log-odds of a result that the confidence of its objects depends on.
-MAX_RESULT_LOG_ODDS = 6.0
+MAX_RESULT_LOG_ODDS = 2.0
 
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
