@@ -3,7 +3,8 @@
 Starts with the default model and follows advice as the web UI gives it, for at most three steps:
 
 - the suggestion of the low-confidence warning, unless it was tried;
-- otherwise, if the confidence is still low, a comparison of all models on a part of the stack;
+- otherwise, if the confidence is still low, a comparison of all models on a part of the stack, without models whose
+  results of the whole stack have low confidence;
 - finally, the result with the highest confidence.
 
 With `--grid`, the stacks are also segmented with all models that find objects, at several diameters in voxels. The last
@@ -137,7 +138,10 @@ def follow_advice(runners: dict[str, ModelRunner], volume: Volume) -> AdvicePath
             advice = ", ".join(f"{name}={value}" for name, value in last.suggestion.items())
         else:
             confidences = compare_models(runners, volume)
-            model, options = max(confidences, key=lambda name: confidences[name]), Options()
+            # The web UI does not mark models whose results of the whole stack have low confidence.
+            doubted = {step.model for step in steps} - {step.model for step in steps if not step.has_warning}
+            candidates = [name for name in confidences if name not in doubted] or list(confidences)
+            model, options = max(candidates, key=lambda name: confidences[name]), Options()
             advice = "compare: " + ", ".join(f"{name} {value:.2f}" for name, value in confidences.items())
             if any(step.model == model for step in steps):
                 break

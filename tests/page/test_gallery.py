@@ -73,6 +73,13 @@ def test_models_are_tried_on_the_stack_and_one_segments_it(nuclei: LiveServer, o
     job = nuclei.client.get("/jobs").json()["jobs"][0]
     assert job["parameters"]["model"] == "membranes"
     expect(page.locator("select:has(option[value=membranes])")).to_have_value("membranes")
+    assert job["doubt"]
+    page.get_by_role("button", name="Compare the models").first.click()
+    page.get_by_role("button", name="Try on my stack").click()
+    expect(status).to_contain_text("Highest confidence: nuclei")
+    expect(status).to_contain_text("Not counting membranes, with low confidence in the whole stack.")
+    expect(find_card(page, "nuclei")).to_have_class("gallery-card best")
+    page.get_by_role("dialog").get_by_role("button", name="Close").click()
     page.get_by_role("button", name="Models", exact=True).click()
     expect(page.get_by_role("dialog")).to_be_visible()
     page.go_back()

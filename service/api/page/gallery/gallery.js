@@ -3,6 +3,7 @@
 import { button, element, openDialog } from "../core/elements.js";
 import { isAbort } from "../core/error_bar.js";
 import { formatCount } from "../core/format.js";
+import { fetchResults, findDoubtedModels } from "../result/advice.js";
 import { chooseBox } from "./crop.js";
 import { createFacts, createPicture } from "./model_description.js";
 import { deletePart, tryModel, uploadPart } from "./trial.js";
@@ -111,7 +112,8 @@ class Gallery {
         this.statusText.textContent = `Trying ${card.model.name}, ${index + 1} of ${this.cards.length}`;
         await this.#tryCard(card, part, session.settings.parameters, signal);
       }
-      this.statusText.textContent = this.#summarize();
+      const { stack, parameters } = session.trialSource;
+      this.statusText.textContent = this.#summarize(findDoubtedModels(await fetchResults(stack, signal), parameters));
     } catch (error) {
       this.statusText.textContent = isAbort(error) ? "Canceled" : /** @type {Error} */ (error).message;
       for (const card of this.cards) card.trial.cancel();
@@ -145,15 +147,21 @@ class Gallery {
     for (const { trial } of this.cards) trial.drawPlane(Number(this.planeSlider.value));
   }
 
-  /** Mark the model with the highest confidence. */
-  #summarize() {
+  /** Mark the model with the highest confidence. A part can look better than the stack, so models whose results of the stack are doubtful are marked only if all are. @param {string[]} doubted names of these models */
+  #summarize(doubted) {
     const getConfidence = (/** @type {ModelCard} */ { trial }) => trial.outcome?.confidence ?? -1;
-    const best = this.cards.reduce((first, card) => (getConfidence(card) > getConfidence(first) ? card : first));
+    const newCards = this.cards.filter((card) => !doubted.includes(card.model.name) && getConfidence(card) >= 0);
+    const candidates = newCards.length ? newCards : this.cards;
+    const best = candidates.reduce((first, card) => (getConfidence(card) > getConfidence(first) ? card : first));
     for (const card of this.cards) card.setBest(card === best && getConfidence(best) >= 0);
     const failed = this.cards.filter(({ trial }) => trial.outcome === null).length;
     const failureText = failed ? ` ${formatCount(failed, "model")} cannot segment it.` : "";
     if (getConfidence(best) < 0) return `No model reports a confidence.${failureText}`;
-    return `Highest confidence: ${best.model.name}, ${Math.round(100 * getConfidence(best))}%.${failureText}`;
+    const doubtText =
+      newCards.length && doubted.length
+        ? ` Not counting ${doubted.join(" and ")}, with low confidence in the whole stack.`
+        : "";
+    return `Highest confidence: ${best.model.name}, ${Math.round(100 * getConfidence(best))}%.${doubtText}${failureText}`;
   }
 
   /** Segment the whole stack with a model and the settings of the trial. @param {Model} model */

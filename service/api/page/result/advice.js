@@ -55,6 +55,13 @@ export function findBetterResult(job, results) {
     : undefined;
 }
 
+/** Find the models all of whose results of a part of the stack have low confidence. @param {Job[]} results of the stack @param {Record<string, string>} parameters that select the part @returns {string[]} names */
+export function findDoubtedModels(results, parameters) {
+  const comparable = results.filter((result) => result.state === "done" && selectsSameInput(parameters, result));
+  const clear = comparable.filter(({ doubt }) => !doubt).map(getModelName);
+  return [...new Set(comparable.map(getModelName))].filter((model) => !clear.includes(model));
+}
+
 /** Return the number of results with which this result can be compared, including itself. @param {Job} job @param {Job[]} results of the stack */
 export function countComparableResults(job, results) {
   return results.filter((result) => hasSameInput(job, result) && getConfidence(result) !== null).length;
@@ -91,9 +98,12 @@ function computeLogOdds(probability) {
 
 /** @param {Job} first @param {Job} second @returns {boolean} whether two jobs have segmented the same scene, channel and time points */
 function hasSameInput(first, second) {
-  return INPUT_PARAMETERS.every(
-    (name) => String(first.parameters[name] ?? "") === String(second.parameters[name] ?? ""),
-  );
+  return selectsSameInput(first.parameters, second);
+}
+
+/** @param {Record<string, unknown>} parameters @param {Job} job @returns {boolean} whether the parameters select the scene, channel and time points that a job has segmented */
+function selectsSameInput(parameters, job) {
+  return INPUT_PARAMETERS.every((name) => String(parameters[name] ?? "") === String(job.parameters[name] ?? ""));
 }
 
 /** @param {Job} job @returns {string} the name without the version */
