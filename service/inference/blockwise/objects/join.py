@@ -44,11 +44,13 @@ def join_region(run: OpenRun, region: int) -> dict[str, Any]:
             tile_links.append(_find_links(run, tile, part.position) + np.array([[offset], [0], [0]]))
     links, link = np.concatenate(tile_links, 1), np.arange(offsets[-1])
     is_inner = np.isin(links[1], tiles)
-    pieces, target_tiles, targets = links[:, is_inner]
-    link[pieces] = offsets[target_tiles - tiles.start] + targets
+    inner_links, outer_links = links[:, is_inner], links[:, ~is_inner]
+    link[inner_links[0]] = offsets[inner_links[1] - tiles.start] + inner_links[2]
+    # Pieces that continue in the same piece of another region belong to the same basin.
+    _, first, group = np.unique(outer_links[1] << 32 | outer_links[2], return_index=True, return_inverse=True)
+    link[outer_links[0]] = outer_links[0, first][group]
     joined, number = join_pieces(Pieces.concatenate(parts), link, _get_parameters(run))
-    outer_links = links[:, ~is_inner]
-    outer_links[0] = number[outer_links[0]]
+    outer_links = np.stack((number[outer_links[0, first]], *outer_links[1:, first]))
     run.folder.write_arrays(f"regions/{region}.npz", joined._asdict() | {"links": outer_links})
     run.folder.write_array(f"regions/{region}.npy", number.astype(np.int32))
     return {"pieces": len(link), "roots": len(joined.key), "offsets": offsets.tolist()}
