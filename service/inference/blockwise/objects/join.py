@@ -65,16 +65,15 @@ def join_regions(run: OpenRun) -> dict[str, Any]:
     """
     counts = [run.folder.read_record("region", region)["roots"] for region in range(run.plan.layout.num_regions)]
     offsets = np.append(0, np.cumsum(counts, dtype=np.int64))
-    pieces, link = _read_regions(run, offsets)
     parameters, decoding = _get_parameters(run), require_instances(make_decoding_spec(run))
-    found, object_of_piece = find_objects(pieces, link, parameters)
+    found, object_of_piece = find_objects(*_read_regions(run, offsets), parameters)
     objects, diameter = describe_objects(found, parameters), run.spec.input.diameter or math.inf
     is_kept = choose_objects(decoding, objects, found.touches_face, diameter, run.plan.layout.size)
     candidates = (objects.voxel_counts, objects.confidence, objects.peaks, found.sums[3])
     run.folder.write_array("candidates.npy", np.stack(candidates)[:, is_kept])
     run.folder.write_array("labels.npy", number_objects(is_kept)[1:][object_of_piece])
     run.folder.write_array("offsets.npy", offsets[:-1])
-    return {"objects": int(np.count_nonzero(is_kept)), "pieces": len(link)}
+    return {"objects": int(np.count_nonzero(is_kept)), "pieces": int(offsets[-1])}
 
 
 def _read_regions(run: OpenRun, offsets: NDArray[np.int64]) -> tuple[Pieces, NDArray[np.int64]]:
