@@ -111,7 +111,10 @@ def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None)
     prefix = "No object was found"
     if evidence.is_blank:
         return QualityWarning(
-            None, f"{prefix}: the image has the same gray value everywhere. Try another channel= or time=.", ""
+            None,
+            f"{prefix}: the image has the same gray value everywhere. If the file has several channels or time points,"
+            " try another channel= or time=.",
+            "",
         )
     if evidence.has_postprocessing:
         options = "threshold=, minimum_size=, border= and min_confidence="
