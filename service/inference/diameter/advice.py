@@ -188,8 +188,8 @@ class Correction(NamedTuple):
         confidence     confidence in that result
         """
         reason = (
-            f"The objects are flat and the voxel size is unknown, so the specified object diameter, {stated}, is not"
-            " their depth, and the"
+            f"The objects are flat and the voxel size is unknown, so the specified object diameter, {stated}, cannot be"
+            " their depth. Therefore, the"
             if self.is_for_flat
             else f"With the specified object diameter, {stated}, the confidence is only {confidence:.2f}, so the"
         )
