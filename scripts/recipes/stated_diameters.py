@@ -6,7 +6,7 @@ request specifies 0.77, 1 and 1.3 times its true diameter in the plane, and with
 - `volume`: the mean diameter of spheres with the volumes of the objects, if voxels have the size that the file states;
 - `width`: the median extent of the objects in the plane.
 
-They differ for flat objects if the voxel size is not known. With `--exact`, diameters are not corrected.
+They differ for elongated objects and, if the voxel size is not known, for flat ones. With `--exact`, diameters are not corrected.
 """
 
 from __future__ import annotations
