@@ -6,7 +6,8 @@ request specifies 0.77, 1 and 1.3 times its true diameter in the plane, and with
 - `volume`: the mean diameter of spheres with the volumes of the objects, if voxels have the size that the file states;
 - `width`: the median extent of the objects in the plane.
 
-They differ for elongated objects and, if the voxel size is not known, for flat ones. With `--exact`, diameters are not corrected.
+They differ for elongated objects and, if the voxel size is not known, for flat ones. With `--exact`, diameters are not
+corrected.
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ def measure_true_diameters(volume: Volume, truth: NDArray[Any]) -> TrueDiameters
 
 def report(folder: Path, *, may_correct_diameter: bool) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield (
-        "| stack | model | diameter | pixels | " + " | ".join(f"x {factor:g}" for factor in FACTORS) + " | none given |"
-    )
-    yield "|---|---|---|---|" + "---|" * (len(FACTORS) + 1)
+    columns = ("stack", "model", "diameter", "pixels", *(f"x {factor:g}" for factor in FACTORS), "none given")
+    yield f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     runners = {name: start_segmenter(name) for name in sorted({*STACKS.values()})}
     for name, model in STACKS.items():
         volume = stack_reader.read(folder / name / "image.tif", SELECTIONS.get(name, Selection()), MAX_PIXEL_BYTES)
