@@ -16,13 +16,7 @@ from service.core.telemetry import Stages
 from service.core.types import Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
-from service.inference.diameter.advice import (
-    Correction,
-    Evidence,
-    are_flat,
-    find_diameter_correction,
-    find_flat_correction,
-)
+from service.inference.diameter.advice import Correction, Evidence, are_flat, find_correction
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
@@ -165,11 +159,9 @@ def _find_correction(call: _Call, plan: Plan, result: Result, used_diameter: Seq
 
     Without a voxel size, objects are assumed to be as deep as wide. This is wrong for flat objects.
     """
-    if call.volume.voxel_size is None and result.confidence is not None and are_flat(result.segmentation.pixels):
-        likely_diameter, _windows = _inspect_stack(call, plan)
-        if (correction := find_flat_correction(likely_diameter, used_diameter)) is not None:
-            return correction
-    return find_diameter_correction(result.quality_warning, used_diameter)
+    warning, confidence = result.quality_warning, result.confidence
+    is_flat = confidence is not None and call.volume.voxel_size is None and are_flat(result.segmentation.pixels)
+    return find_correction(warning, confidence, used_diameter, lambda: _inspect_stack(call, plan)[0], is_flat=is_flat)
 
 
 def _segment_variant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from service.models.spec import Calibration
 MIN_DIAMETER_RATIO = 1.4
 
 # Suggest the model for membranes below this confidence if the stack shows sheets. The confidence of other models is too
-# high on membranes, for which they were not calibrated.
+# high on membranes, for which they were not calibrated. A stated diameter is also compared with the estimate.
 MIN_CONFIDENCE_ON_SHEETS = 0.8
 
 # Minimum mean foreground probability of a clear object.
@@ -209,6 +209,31 @@ def compare_diameters(diameter: Sequence[float], other_diameter: Sequence[float]
     return abs(y + x) / 2, abs(z + y + x) / 3
 
 
+def find_correction(
+    warning: QualityWarning | None,
+    confidence: float | None,
+    used_diameter: Sequence[float],
+    estimate: Callable[[], Diameter | None],
+    *,
+    is_flat: bool,
+) -> Correction | None:
+    """Return the correction of a stated diameter, or None.
+
+    warning        warning about the result with the stated diameter
+    confidence     confidence in that result; None if it is not known
+    used_diameter  stated diameter along (z, y, x), in voxels
+    estimate       returns the likely diameter; called only if the warning does not contain it
+    is_flat        whether the objects are flat in a stack without a voxel size
+    """
+    is_moderate = warning is None and confidence is not None and confidence < MIN_CONFIDENCE_ON_SHEETS
+    likely_diameter = estimate() if is_flat or is_moderate else None
+    if is_flat and (correction := find_flat_correction(likely_diameter, used_diameter)) is not None:
+        return correction
+    if is_moderate:
+        return find_estimate_correction(likely_diameter, used_diameter)
+    return find_diameter_correction(warning, used_diameter)
+
+
 def find_diameter_correction(warning: QualityWarning | None, used_diameter: Sequence[float]) -> Correction | None:
     """Return the diameter that a low-confidence warning suggests, if it is similar to the diameter that was used.
 
@@ -218,6 +243,19 @@ def find_diameter_correction(warning: QualityWarning | None, used_diameter: Sequ
         return None
     diameter = Diameter.parse(setting)
     return Correction(diameter) if _are_similar(diameter.to_voxels(None), used_diameter) else None
+
+
+def find_estimate_correction(likely_diameter: Diameter | None, used_diameter: Sequence[float]) -> Correction | None:
+    """Return the estimate for a result of moderate confidence if it differs from the diameter that was used.
+
+    It must differ as much as in a suggestion, but still be similar.
+
+    used_diameter  object diameter along (z, y, x), in voxels
+    """
+    if likely_diameter is None or (lengths := likely_diameter.to_voxels(None)) is None:
+        return None
+    is_different = max(compare_diameters(lengths, used_diameter)) > math.log(MIN_DIAMETER_RATIO)
+    return Correction(likely_diameter) if is_different and _are_similar(lengths, used_diameter) else None
 
 
 def find_flat_correction(likely_diameter: Diameter | None, used_diameter: Sequence[float]) -> Correction | None:

@@ -7,9 +7,11 @@ from landscapes import CENTERS, compute_distances
 
 from service.core.quantities import Diameter
 from service.inference.diameter.advice import (
+    Correction,
     Evidence,
     are_flat,
     compare_diameters,
+    find_correction,
     find_diameter_correction,
     find_flat_correction,
     make_low_confidence_warning,
@@ -164,3 +166,21 @@ def test_flat_objects_are_recognized_in_labels(depth: int, width: int, *, expect
     labels = np.concatenate([ellipsoid, 2 * ellipsoid, 5 * ellipsoid], axis=2).astype(np.uint16)
     assert are_flat(labels) == expected
     assert not are_flat(np.zeros((4, 8, 8), np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("confidence", "used", "is_corrected"),
+    [(0.7, 15.0, True), (0.7, 11.0, False), (0.7, 30.0, False), (0.9, 15.0, False), (None, 15.0, False)],
+)
+def test_a_diameter_is_compared_with_the_estimate_at_moderate_confidence(
+    confidence: float | None, used: float, *, is_corrected: bool
+) -> None:
+    estimate = Diameter((10.0,), "px")
+    correction = find_correction(None, confidence, (used, used, used), lambda: estimate, is_flat=False)
+    assert correction == (Correction(estimate) if is_corrected else None)
+
+
+def test_the_suggestion_of_a_warning_needs_no_other_estimate() -> None:
+    warning = QualityWarning(0.4, "The labels may be wrong.", "diameter=10px")
+    correction = find_correction(warning, 0.4, (15.0, 15.0, 15.0), pytest.fail, is_flat=False)
+    assert correction == Correction(Diameter((10.0,), "px"))
