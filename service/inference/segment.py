@@ -16,7 +16,7 @@ from service.core.telemetry import Stages
 from service.core.types import Options, PostprocessingOptions, Segmentation, Volume
 from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
-from service.inference.diameter.advice import MIN_CORRECTION_GAIN, Evidence, find_diameter_correction
+from service.inference.diameter.advice import Correction, Evidence, are_flat, find_correction
 from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
@@ -85,7 +85,7 @@ def segment(
     if (result := _segment_variant(runner, volume, options, request, callbacks)) is not None:
         return result
     call = _Call(runner, volume, options, callbacks, Stages())
-    result = _correct_diameter(call, _segment_as_planned(call, request))
+    result = _correct_diameter(call, request.plan, _segment_as_planned(call, request))
     if result.quality_warning is not None and options.strict:
         raise LowConfidenceResult(result.quality_warning.detail, suggested=result.quality_warning.suggested_parameters)
     return result
@@ -125,19 +125,19 @@ def _segment_as_planned(call: _Call, request: PlannedRequest) -> Result:
     )
 
 
-def _correct_diameter(call: _Call, result: Result) -> Result:
-    """Segment again with the diameter that a warning suggests if the stated diameter has one length.
+def _correct_diameter(call: _Call, plan: Plan, result: Result) -> Result:
+    """Segment again with a corrected diameter if the stated diameter has one length and does not suit the stack.
 
-    The suggested diameter is used if it is similar, and if it increases the confidence. A note informs the user.
+    The correction is used if the confidence increases or, for flat objects, hardly decreases. A note informs the user.
     """
     runner, volume, options, callbacks, _stages = call
     stated, used = options.diameter, compute_applied_diameter(volume, runner.spec, result.diameter)
     if not isinstance(stated, Diameter) or len(stated.lengths) > 1 or not options.may_correct_diameter or used is None:
         return result
-    if (diameter := find_diameter_correction(result.quality_warning, used)) is None:
+    if (correction := _find_correction(call, plan, result, used)) is None:
         return result
     try:
-        request = runner.estimator.plan_request(volume, replace(options, diameter=diameter))
+        request = runner.estimator.plan_request(volume, replace(options, diameter=correction.diameter))
         # The first labels stay in memory until the results have been compared.
         labels_bytes = result.segmentation.pixels.nbytes
         estimate = replace(request.estimate, host_bytes=request.estimate.host_bytes + labels_bytes)
@@ -148,14 +148,20 @@ def _correct_diameter(call: _Call, result: Result) -> Result:
         log.info("%s: the stated diameter could not be corrected: %s", runner.spec.identifier, error)
         return result
     confidence, corrected_confidence = (each.confidence or 0.0 for each in (result, corrected_result))
-    if corrected_confidence - confidence < MIN_CORRECTION_GAIN:
+    if corrected_confidence - confidence < correction.min_gain:
         return result
-    note = (
-        f"With the specified object diameter, {stated}, the confidence is only {confidence:.2f}, so the "
-        f"diameter was estimated from the stack: {diameter.describe()}. To use the specified diameter, set "
-        f"diameter={Diameter((used[0], used[1], used[2]), 'px')}."
-    )
+    note = correction.make_note(stated, used, confidence)
     return corrected_result._replace(notes=(note, *corrected_result.notes), is_diameter_estimated=True)
+
+
+def _find_correction(call: _Call, plan: Plan, result: Result, used_diameter: Sequence[float]) -> Correction | None:
+    """Return the correction of a stated diameter, along (z, y, x) in voxels; None if there is none.
+
+    Without a voxel size, objects are assumed to be as deep as wide. This is wrong for flat objects.
+    """
+    warning, confidence = result.quality_warning, result.confidence
+    is_flat = confidence is not None and call.volume.voxel_size is None and are_flat(result.segmentation.pixels)
+    return find_correction(warning, confidence, used_diameter, lambda: _inspect_stack(call, plan)[0], is_flat=is_flat)
 
 
 def _segment_variant(

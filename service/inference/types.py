@@ -166,7 +166,7 @@ class DiameterEstimate(NamedTuple):
                 f" gave the best result.{limit_note} If this is wrong, set diameter=, or set diameter=none to use the"
                 " stack at its original resolution."
             )
-        measurement = f"{self.num_objects} objects in {self.num_windows} windows"
+        measurement = f"{self.num_objects} object{'' if self.num_objects == 1 else 's'} in {self.num_windows} windows"
         if self.diameter is None:
             return (
                 f"The object diameter could not be estimated ({measurement}), so the stack is used at its original"

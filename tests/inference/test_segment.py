@@ -606,6 +606,39 @@ def test_a_stated_diameter_is_corrected_if_the_confidence_is_low(random_nuclei):
         segment_with("12,12,12px", strict=True)
 
 
+def test_a_stated_diameter_of_flat_objects_is_not_used_as_their_depth(random_nuclei):
+    """The objects are 12 voxels wide and 3 voxels deep."""
+    input_changes = {
+        "roi_size": (32, 48, 48),
+        "diameter": 12.0,
+        "normalisation": RangeNormalization(kind="range", low=0, high=1),
+    }
+    object_calibration = ObjectCalibration(intercept=4, certainty=0, peak=0, size=-3, result=0)
+    calibration = Calibration(intercept=5, certainty=0, peak=0, size=0, giants=0, objects=object_calibration)
+    spec = random_nuclei.model_copy(
+        update={"confidence": calibration, "input": random_nuclei.input.model_copy(update=input_changes)}
+    )
+    runner = make_runner_with_network(spec, lambda x: torch.cat([x - 0.5, x], 1))
+    z, y, x = np.indices((20, 98, 98))
+    distances = np.sqrt((4 * (z % 5 - 2)) ** 2 + (y % 14 - 7) ** 2 + (x % 14 - 7) ** 2)
+    pixels = (1 - distances / 12).clip(0, 1).astype(np.float32)[None]
+
+    def segment_with(diameter, voxel_size=None, **options):
+        options = Options(diameter=parse_diameter(diameter), **options)
+        return segment(runner, Volume.from_array(pixels, voxel_size), options)
+
+    corrected, estimated = segment_with("12px"), segment_with("auto")
+    assert corrected.diameter_text == estimated.diameter_text == "2.6,11.9,11.9px; estimated"
+    assert corrected.notes[0].startswith("The objects are flat and the voxel size is unknown")
+    np.testing.assert_array_equal(corrected.segmentation.pixels, estimated.segmentation.pixels)
+    for result, diameter in (
+        (segment_with("12px", VoxelSize(4, 1, 1)), "12px; stated"),
+        (segment_with("12,12,12px"), "12,12,12px; stated"),
+        (segment_with("12px", may_correct_diameter=False), "12px; stated"),
+    ):
+        assert result.diameter_text == diameter
+
+
 def test_only_installed_models_are_suggested(random_nuclei, tmp_path):
     folder = shutil.copytree(random_nuclei.folder, tmp_path / "nuclei")
     calibration = Calibration(intercept=-9, certainty=0, peak=0, size=0, giants=0, sheets="membranes")

@@ -8,6 +8,9 @@ from browsing import OpenPage
 from live import LiveServer
 from playwright.sync_api import expect
 
+from service.core.quantities import Diameter
+from service.inference.diameter.advice import Correction
+
 ADVISE = """async ([jobs, results]) => {
   const advice = await import("./page/result/advice.js");
   return jobs.map((job) => {
@@ -15,6 +18,15 @@ ADVISE = """async ([jobs, results]) => {
     const tried = suggestion && advice.findTriedResult(job, suggestion, results);
     return [tried?.id ?? null, advice.findBetterResult(job, results)?.id ?? null];
   });
+}"""
+
+# Shows the notes of a job. Returns their text, and the parameters with which its button segments the stack again.
+SHOW_CORRECTION = """async (job) => {
+  const { createNotes } = await import("./page/result/notes.js");
+  let parameters = null;
+  const notes = createNotes(job, [job], async (changes) => { parameters = changes; }, () => {});
+  notes.querySelector(".advice button").click();
+  return [[...notes.children].map((item) => item.textContent), parameters];
 }"""
 
 
@@ -50,3 +62,20 @@ def test_tried_suggestions_and_better_results_are_found(fake: LiveServer, open_p
     ]
     results = [ESTIMATED, CUSTOM, OTHER_CHANNEL, MEMBRANES, EMPTY]
     assert page.evaluate(ADVISE, [[job for job, _ in expected], results]) == [advice for _, advice in expected]
+
+
+def test_note_about_a_replaced_diameter_is_always_shown_and_can_be_reverted(
+    fake: LiveServer, open_page: OpenPage
+) -> None:
+    page = open_page(fake)
+    expect(page.locator("#file")).to_be_attached()
+    correction = Correction(Diameter((4.0, 18.0, 18.0), "px"), is_for_flat=True)
+    note = correction.make_note(Diameter((18.0,), "px"), (18.0, 18.0, 18.0), 0.65)
+    job = make_job("flat", 0.7, "", "4,18,18px; estimated", diameter="18px")
+    texts, parameters = page.evaluate(SHOW_CORRECTION, job | {"warnings": [note, "one", "two", "three"]})
+    assert parameters == {"diameter": "18,18,18px"}
+    assert len(texts) == 2
+    assert "specified object diameter, 18 voxels, cannot be their depth" in texts[0]
+    assert "18 voxels wide and 4 voxels deep" in texts[0]
+    assert "set “Object diameter" not in texts[0]
+    assert texts[1].startswith("3 notes")

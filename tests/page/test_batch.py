@@ -196,6 +196,7 @@ def check_return_to_batch(page: Page) -> None:
     expect(page.locator(".batches")).to_contain_text("6 of 8 stacks segmented")
     check_accessibility(page)
     # Removing a recent stack keeps the other lists.
+    expect(page.locator("button.recent-job").first).to_contain_text("Minimum object size: 100000")
     recent_count = page.locator(".recent-job").count()
     page.get_by_role("button", name="Remove b.tif").first.click()
     expect(page.locator(".recent-job")).to_have_count(recent_count - 1)

@@ -177,3 +177,36 @@ def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: L
     expect(rows).to_have_count(2)
     expect(rows.first.locator("img")).to_have_attribute("src", str(picture))
     assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+
+
+def test_advice_that_was_followed_in_the_viewer_is_not_repeated(nuclei: LiveServer, open_page: OpenPage) -> None:
+    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:40, 24:88, 24:88])
+    page = open_page(nuclei)
+    files = {"broken.tif": membranes[:5000], "cells.tif": membranes}
+    page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    page.get_by_role("button", name="Segment 1 stack").click()
+    row = page.locator(".batch-list > li").last
+    expect(page.get_by_role("button", name="Try the model membranes: cells.tif")).to_be_visible()
+    buttons = row.locator(".batch-buttons button")
+    tops = buttons.evaluate_all("nodes => nodes.map(node => Math.round(node.getBoundingClientRect().top))")
+    assert len(tops) == 2
+    assert len({*tops}) == 1
+
+    page.get_by_role("button", name="Open: cells.tif").click()
+    page.locator(".notes .warning").get_by_role("button", name="Try the model membranes").click()
+    expect(page.locator("#side")).to_contain_text("membranes/1")
+    page.get_by_role("link", name="Back to the batch").click()
+    expect(row).to_contain_text("A newer result of membranes has ")
+    expect(page.get_by_role("button", name="Try the model membranes: cells.tif")).to_have_count(0)
+
+    page.get_by_role("button", name="Settings: cells.tif").click()
+    reset_button = page.get_by_role("button", name="Reset to the settings for all stacks")
+    expect(reset_button).to_be_hidden()
+    assert page.evaluate("document.activeElement.tagName") in {"INPUT", "SELECT"}
+    page.get_by_role("button", name="Close").click()
+    page.get_by_role("button", name="Use the newer result").click()
+    expect(row).to_contain_text("Own settings: Model: membranes")
+    page.get_by_role("button", name="Settings: cells.tif").click()
+    reset_button.click()
+    expect(row).not_to_contain_text("Own settings")
+    expect(reset_button).to_be_hidden()

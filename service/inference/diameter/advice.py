@@ -1,12 +1,14 @@
-"""Quality warnings, which explain why a result may be wrong or empty and suggest what to try next."""
+"""Advice on questionable results: warnings that suggest what to try next, and corrections of a stated diameter."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from service.core.quantities import Diameter
@@ -18,18 +20,24 @@ from service.models.spec import Calibration
 MIN_DIAMETER_RATIO = 1.4
 
 # Suggest the model for membranes below this confidence if the stack shows sheets. The confidence of other models is too
-# high on membranes, for which they were not calibrated.
+# high on membranes, for which they were not calibrated. A stated diameter is also compared with the estimate.
 MIN_CONFIDENCE_ON_SHEETS = 0.8
 
 # Minimum mean foreground probability of a clear object.
 CLEAR_CONFIDENCE = 0.8
 
-# Correct a stated diameter only if the diameter in the plane changes by at most this factor. A larger difference may be
-# intended, for example to segment large objects instead of their parts.
+# Correct a stated diameter only if the width, or the diameter of a sphere with the same volume, changes by at most this
+# factor. A larger difference may be intended, for example to segment large objects instead of their parts.
 MAX_CORRECTION_RATIO = 1.75
 
-# Minimum gain in confidence for which a stated diameter is corrected.
+# Minimum gain in confidence for which a stated diameter is replaced by the estimate.
 MIN_CORRECTION_GAIN = 0.05
+
+# Maximum loss of confidence for which the stated diameter of flat objects is replaced by the estimate.
+MAX_FLAT_LOSS = 0.05
+
+# Minimum ratio between the width and depth of flat objects, which are probed with planes enlarged more than pixels.
+MIN_FLAT_ASPECT = 2.5
 
 TRAINING_ADVICE = "annotate part of the stack and train a model (docs/training.md)"
 
@@ -103,7 +111,10 @@ def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None)
     prefix = "No object was found"
     if evidence.is_blank:
         return QualityWarning(
-            None, f"{prefix}: the image has the same gray value everywhere. Try another channel= or time=.", ""
+            None,
+            f"{prefix}: the image has the same gray value everywhere. If the file has several channels or time points,"
+            " try another channel= or time=.",
+            "",
         )
     if evidence.has_postprocessing:
         options = "threshold=, minimum_size=, border= and min_confidence="
@@ -116,20 +127,6 @@ def make_no_objects_warning(evidence: Evidence, calibration: Calibration | None)
     return QualityWarning(
         None, f"{prefix}. Try another diameter=, channel= or model=. If that fails, {TRAINING_ADVICE}.", ""
     )
-
-
-def find_diameter_correction(warning: QualityWarning | None, used_diameter: Sequence[float]) -> Diameter | None:
-    """Return the diameter that a low-confidence warning suggests, if it is similar to the diameter that was used.
-
-    used_diameter  object diameter along (z, y, x), in voxels
-    """
-    if warning is None or (setting := warning.suggested_parameters.get("diameter")) is None:
-        return None
-    diameter = Diameter.parse(setting)
-    if (lengths := diameter.to_voxels(None)) is None:
-        return None
-    ratio = math.prod(lengths[1:]) / math.prod(used_diameter[1:])
-    return diameter if abs(math.log(ratio)) <= 2 * math.log(MAX_CORRECTION_RATIO) else None
 
 
 # Reason, suggested parameter, and the rest of the sentence after the suggestion.
@@ -151,7 +148,7 @@ def _suggest_diameter(evidence: Evidence) -> _Advice | None:
     diameter = evidence.likely_diameter
     if diameter is None or evidence.used_diameter is None or (diameters := diameter.to_voxels(None)) is None:
         return None
-    if abs(math.log(math.prod(diameters) / math.prod(evidence.used_diameter))) <= 3 * math.log(MIN_DIAMETER_RATIO):
+    if max(compare_diameters(diameters, evidence.used_diameter)) <= math.log(MIN_DIAMETER_RATIO):
         return None
     return f"the objects seem to be {diameter.describe()}", f"diameter={diameter}", ""
 
@@ -167,3 +164,130 @@ def _suggest_filtering(evidence: Evidence) -> _Advice | None:
         return None
     reason = f"most objects look like noise, and only {evidence.num_clear_objects} are clear"
     return reason, f"min_confidence={CLEAR_CONFIDENCE}", f" to keep only these. To find more objects, {TRAINING_ADVICE}"
+
+
+class Correction(NamedTuple):
+    """An estimated diameter to use instead of the stated one.
+
+    diameter     estimated diameter
+    is_for_flat  whether the reason is that the objects are flat, so that they cannot be as deep as they are wide
+    """
+
+    diameter: Diameter
+    is_for_flat: bool = False
+
+    @property
+    def min_gain(self) -> float:
+        """Minimum gain in confidence for which the correction is used."""
+        return -MAX_FLAT_LOSS if self.is_for_flat else MIN_CORRECTION_GAIN
+
+    def make_note(self, stated: Diameter, used_diameter: Sequence[float], confidence: float) -> str:
+        """Return a note for the user.
+
+        used_diameter  diameter along (z, y, x) with which the stack was segmented first, in voxels
+        confidence     confidence in that result
+        """
+        reason = (
+            f"The objects are flat and the voxel size is unknown, so the specified object diameter, {stated}, cannot be"
+            " their depth. Therefore, the"
+            if self.is_for_flat
+            else f"With the specified object diameter, {stated}, the confidence is only {confidence:.2f}, so the"
+        )
+        z, y, x = used_diameter
+        return (
+            f"{reason} diameter was estimated from the stack: {self.diameter.describe()}. To use the specified"
+            f" diameter, set diameter={Diameter((z, y, x), 'px')}."
+        )
+
+
+def compare_diameters(diameter: Sequence[float], other_diameter: Sequence[float]) -> tuple[float, float]:
+    """Return the absolute log ratios of two diameters along (z, y, x): in the plane, and of spheres of their volumes.
+
+    The two differ if one of the diameters belongs to flat objects, and the other to round ones.
+    """
+    z, y, x = (math.log(first / second) for first, second in zip(diameter, other_diameter, strict=True))
+    return abs(y + x) / 2, abs(z + y + x) / 3
+
+
+def find_correction(
+    warning: QualityWarning | None,
+    confidence: float | None,
+    used_diameter: Sequence[float],
+    estimate: Callable[[], Diameter | None],
+    *,
+    is_flat: bool,
+) -> Correction | None:
+    """Return the correction of a stated diameter, or None.
+
+    warning        warning about the result with the stated diameter
+    confidence     confidence in that result; None if it is not known
+    used_diameter  stated diameter along (z, y, x), in voxels
+    estimate       returns the likely diameter; called only if the warning does not contain it
+    is_flat        whether the objects are flat in a stack without a voxel size
+    """
+    is_moderate = warning is None and confidence is not None and confidence < MIN_CONFIDENCE_ON_SHEETS
+    likely_diameter = estimate() if is_flat or is_moderate else None
+    if is_flat and (correction := find_flat_correction(likely_diameter, used_diameter)) is not None:
+        return correction
+    if is_moderate:
+        return find_estimate_correction(likely_diameter, used_diameter)
+    return find_diameter_correction(warning, used_diameter)
+
+
+def find_diameter_correction(warning: QualityWarning | None, used_diameter: Sequence[float]) -> Correction | None:
+    """Return the diameter that a low-confidence warning suggests, if it is similar to the diameter that was used.
+
+    used_diameter  object diameter along (z, y, x), in voxels
+    """
+    if warning is None or (setting := warning.suggested_parameters.get("diameter")) is None:
+        return None
+    diameter = Diameter.parse(setting)
+    return Correction(diameter) if _are_similar(diameter.to_voxels(None), used_diameter) else None
+
+
+def find_estimate_correction(likely_diameter: Diameter | None, used_diameter: Sequence[float]) -> Correction | None:
+    """Return the estimate for a result of moderate confidence if it differs from the diameter that was used.
+
+    It must differ as much as in a suggestion, but still be similar.
+
+    used_diameter  object diameter along (z, y, x), in voxels
+    """
+    if likely_diameter is None or (lengths := likely_diameter.to_voxels(None)) is None:
+        return None
+    is_different = max(compare_diameters(lengths, used_diameter)) > math.log(MIN_DIAMETER_RATIO)
+    return Correction(likely_diameter) if is_different and _are_similar(lengths, used_diameter) else None
+
+
+def find_flat_correction(likely_diameter: Diameter | None, used_diameter: Sequence[float]) -> Correction | None:
+    """Return the estimate for a stack of flat objects, if it is similar to the diameter that was used.
+
+    likely_diameter  estimate for a stack without a voxel size
+    used_diameter    object diameter along (z, y, x), in voxels
+    """
+    if likely_diameter is None or (lengths := likely_diameter.to_voxels(None)) is None:
+        return None
+    if math.sqrt(lengths[1] * lengths[2]) < MIN_FLAT_ASPECT * lengths[0]:
+        return None
+    return Correction(likely_diameter, is_for_flat=True) if _are_similar(lengths, used_diameter) else None
+
+
+def _are_similar(diameter: Sequence[float] | None, other_diameter: Sequence[float]) -> bool:
+    difference = math.inf if diameter is None else min(compare_diameters(diameter, other_diameter))
+    return difference <= math.log(MAX_CORRECTION_RATIO)
+
+
+def are_flat(labels: NDArray[Any]) -> bool:
+    """Return whether most objects of labels [Z, Y, X] are much wider than deep, in voxels.
+
+    The width of an object is that of an ellipsoid with its volume and depth. Objects that are cut off by the first or
+    last plane also seem to be flat.
+    """
+    num_labels = int(labels.max(initial=0)) + 1
+    voxel_counts, depths = np.zeros((2, num_labels), np.int64)
+    for plane in labels:
+        counts = np.bincount(plane.ravel(), minlength=num_labels)
+        voxel_counts += counts
+        depths += counts > 0
+    voxel_counts, depths = voxel_counts[1:][depths[1:] > 0], depths[1:][depths[1:] > 0]
+    widths = np.sqrt(6 / np.pi * voxel_counts / depths)
+    return bool(len(depths) and np.median(widths / depths) >= MIN_FLAT_ASPECT)

@@ -22,12 +22,12 @@ from service.core.quantities import Diameter, Size, VoxelSize
 from service.core.types import Objects
 from service.inference.decoding.instances import InstanceDecoder
 from service.inference.decoding.postprocessing import require_instances
+from service.inference.diameter.advice import MIN_FLAT_ASPECT
 from service.inference.diameter.confidence import predict_confidence
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
     MAX_ROUND_ASPECT,
     MIN_FIT_FOR_SUGGESTION,
-    MIN_FLAT_ASPECT,
     Factors,
     ScaleProbe,
     are_close,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from service.core.quantities import VoxelSize
+from service.inference.diameter.advice import MIN_FLAT_ASPECT
 
 # A trial selects the smallest scale whose log-odds are at most this much lower than the highest log-odds, because large
 # scales need many windows.
@@ -27,9 +28,6 @@ BLURRED_DEPTH_RATIO = 1.25
 
 # Maximum ratio between the width and depth of objects that are found as reliably as round objects.
 MAX_ROUND_ASPECT = 1.5
-
-# Minimum ratio between the width and depth of flat objects, which are probed with planes enlarged more than pixels.
-MIN_FLAT_ASPECT = 2.5
 
 # Treat scales that are closer than this factor as equal.
 EQUAL_SCALE_RATIO = 1.15

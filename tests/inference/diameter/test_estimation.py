@@ -172,7 +172,7 @@ def test_there_is_no_estimate_from_too_few_objects(spec: ModelSpec, pixels: NDAr
     found = estimate(pixels.astype(np.float32), spec, score_windows)
     assert found.diameter is None
     assert not found.matches_model
-    assert "could not be estimated" in found.note
+    assert f"could not be estimated ({found.num_objects} object{'s' * (found.num_objects != 1)} in" in found.note
 
 
 def test_few_windows_of_one_shape_are_scored(spec: ModelSpec) -> None:

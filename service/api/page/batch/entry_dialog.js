@@ -24,6 +24,18 @@ export function openEntryDialog(batch, entry, models) {
   controls.root.classList.add("controls");
   controls.fetchers = createFetchers(entry, () => getRequestParameters(batch, entry), closeAbort.signal);
   const problemText = element("p", { role: "status" });
+  const resetButton = button("Reset to the settings for all stacks", () => resetParameters(batch, entry), "link");
+  let shown = "";
+  const update = () => {
+    const parameters = getRequestParameters(batch, entry);
+    const key = JSON.stringify([parameters, entry.parameters, entry.inspection, entry.problem]);
+    if (key === shown) return;
+    shown = key;
+    showControls(controls, problemText, entry, parameters);
+    resetButton.hidden = Object.keys(entry.parameters).length === 0;
+  };
+  // The first control gets the focus when the dialog opens.
+  update();
   const dialog = openDialog(
     entry.path,
     element(
@@ -41,20 +53,11 @@ export function openEntryDialog(batch, entry, models) {
       element(
         "div",
         { class: "row between" },
-        button("Use the settings for all stacks", () => resetParameters(batch, entry), "link"),
+        resetButton,
         button("Close", () => dialog.close(), "primary"),
       ),
     ),
   );
-  let shown = "";
-  const update = () => {
-    const parameters = getRequestParameters(batch, entry);
-    const key = JSON.stringify([parameters, entry.inspection, entry.problem]);
-    if (key === shown) return;
-    shown = key;
-    showControls(controls, problemText, entry, parameters);
-  };
-  update();
   batch.addEventListener("change", update, { signal: closeAbort.signal });
   dialog.addEventListener("close", () => closeAbort.abort());
 }

@@ -7,7 +7,7 @@ import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } fr
 import { requestJson } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
 import { describeSuggestion, getSuggestion } from "../result/advice.js";
-import { loadRecentJobs } from "../stack/recent_jobs.js";
+import { describeObjectCount, loadRecentJobs } from "../stack/recent_jobs.js";
 import { describeMissingResult, formatConfidence } from "./batch_results.js";
 import { countObjects } from "./corrections.js";
 import { getPhase } from "./entries.js";
@@ -142,8 +142,7 @@ export class EntryRow {
 
   /** @param {Phase} phase @param {boolean} isStale @param {boolean} isUnknown whether the state is the last known one @param {CorrectionCounts} correctionCounts @returns {Child[]} */
   #createState(phase, isStale, isUnknown, correctionCounts) {
-    const newerText =
-      phase === "done" && this.newerJob && this.newerJob.job !== this.entry.job && this.#createNewerText();
+    const newerText = phase === "done" && this.#hasNewerJob && this.#createNewerText();
     const staleText = isStale && element("p", { class: "small stale-text" }, "Made with other settings");
     if (phase === "done") return [...this.#createResult(correctionCounts), staleText, newerText];
     const isWarning = WARNING_PHASES.includes(phase);
@@ -155,6 +154,10 @@ export class EntryRow {
       this.progressText,
       staleText,
     ];
+  }
+
+  get #hasNewerJob() {
+    return this.newerJob !== null && this.newerJob.job !== this.entry.job;
   }
 
   #createNewerText() {
@@ -171,7 +174,7 @@ export class EntryRow {
     return element(
       "p",
       { class: "small" },
-      `A newer result has ${formatCount(newerJob?.objects ?? 0, "object")}. `,
+      newerJob && `A newer result of ${newerJob.model.split("/")[0]} has ${describeObjectCount(newerJob)}. `,
       node,
     );
   }
@@ -205,11 +208,12 @@ export class EntryRow {
     ];
   }
 
-  /** Create a button that follows the advice of the service, unless the user has followed it already. @param {import("openapi").JobReport} report @returns {Child} */
+  /** Create a button that follows the advice of the service, unless the user has followed it here or in the viewer. @param {import("openapi").JobReport} report @returns {Child} */
   #createSuggestion(report) {
     const { batch, entry } = this;
     const suggestion = getSuggestion(report);
     if (suggestion === null || suggestion.parameter in entry.parameters || entry.stack === "") return false;
+    if (this.#hasNewerJob) return false;
     const { parameter, value } = suggestion;
     const node = button(describeSuggestion(suggestion), () => batch.runWith(entry, { [parameter]: value }), "link");
     node.ariaLabel = `${node.textContent}: ${entry.path}`;

@@ -20,6 +20,8 @@ const NOT_TRACKED_NOTE =
   "Objects are numbered and colored separately at each time point: object 5 at one time point is not object 5 at the next. To track objects, select “Track objects over time” and segment again.";
 /** Maximum number of notes to show expanded. More notes would push the table of objects off the screen of a laptop. */
 const MAX_EXPANDED_NOTES = 2;
+/** The end of a note about a stated diameter that was replaced, which contains the setting that keeps it. */
+const CORRECTION_PATTERN = / To use the specified diameter, set diameter=([\d.,]+(?:px|um))\.$/;
 /** The sentence of a warning that contains the suggestion. */
 const SUGGESTION_PATTERN = / Try “[^”]*”( to keep only these)?\./;
 
@@ -31,15 +33,18 @@ const SUGGESTION_PATTERN = / Try “[^”]*”( to keep only these)?\./;
 export function createNotes(job, results, segmentWith, compareModels) {
   const warning = job.doubt ? toPageTerms(String(job.doubt.detail)) : "";
   const trackingNote = job.time_points && !job.parameters.link && job.objects !== null ? [NOT_TRACKED_NOTE] : [];
-  const notes = [...trackingNote, ...job.warnings.map(toPageTerms).filter((note) => note && note !== warning)];
+  const corrections = segmentWith ? job.warnings.filter((note) => CORRECTION_PATTERN.test(note)) : [];
+  const otherNotes = job.warnings.filter((note) => !corrections.includes(note)).map(toPageTerms);
+  const notes = [...trackingNote, ...otherNotes.filter((note) => note && note !== warning)];
   const betterResult = findBetterResult(job, results);
-  if (!warning && !betterResult && notes.length === 0) return null;
+  if (!warning && !betterResult && corrections.length === 0 && notes.length === 0) return null;
   return element(
     "ul",
     { class: "notes", "aria-label": "Notes about this result" },
     betterResult && createRecommendation(job, betterResult),
     warning && createWarning(job, warning, results, segmentWith),
     warning && segmentWith && !hasUntriedSuggestion(job, results) && createComparisonAdvice(compareModels),
+    ...corrections.map((note) => segmentWith && createCorrectionNote(note, segmentWith)),
     ...(notes.length > MAX_EXPANDED_NOTES
       ? [
           element(
@@ -49,6 +54,17 @@ export function createNotes(job, results, segmentWith, compareModels) {
           ),
         ]
       : notes.map((note) => element("li", {}, note))),
+  );
+}
+
+/** Report that the stated diameter was replaced, and offer to keep it. @param {string} note @param {SegmentWith} segmentWith */
+function createCorrectionNote(note, segmentWith) {
+  const diameter = CORRECTION_PATTERN.exec(note)?.[1] ?? "";
+  return element(
+    "li",
+    { class: "advice" },
+    element("p", {}, toPageTerms(note.replace(CORRECTION_PATTERN, ""))),
+    button("Use the specified diameter", () => segmentWith({ diameter }), "secondary"),
   );
 }
 

@@ -2,7 +2,7 @@
 
 import { button, element, field } from "../core/elements.js";
 import { formatBytes, formatDuration, formatNumber } from "../core/format.js";
-import { SETTING_TITLES, toPageTerms } from "../core/terminology.js";
+import { formatLengths, SETTING_TITLES, toPageTerms } from "../core/terminology.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
 
 /** @typedef {import("openapi").Inspection} Inspection */
@@ -217,7 +217,8 @@ export class SettingsView extends EventTarget {
     const customMatch = /^([\d.]+)px$/.exec(diameter);
     if (!this.diameterSelect || !this.diameterInput) return;
     this.diameterSelect.value = customMatch ? "px" : diameter;
-    if (this.diameterSelect.selectedIndex < 0) this.diameterSelect.append(new Option(diameter, diameter, true, true));
+    if (this.diameterSelect.selectedIndex < 0)
+      this.diameterSelect.append(new Option(formatLengths(diameter), diameter, true, true));
     this.#showDiameterInput(customMatch !== null);
     if (customMatch) this.diameterInput.value = customMatch[1];
   }

@@ -109,9 +109,9 @@ function createSteps() {
   );
 }
 
-/** Describe the model and the age of a job, or say that the service no longer stores it. @param {import("./recent_jobs.js").RecentJob} entry */
-function describeOrigin({ model, created, isMissing }) {
-  return `${model} · ${isMissing ? "no longer on the server" : formatAge(created)}`;
+/** Describe the model, the settings and the age of a job, or say that the service no longer stores it. @param {import("./recent_jobs.js").RecentJob} entry */
+function describeOrigin({ model, parameters, created, isMissing }) {
+  return [model, parameters, isMissing ? "no longer on the server" : formatAge(created)].filter(Boolean).join(" · ");
 }
 
 /** @param {import("./recent_jobs.js").RecentJob[]} jobs @param {(id: string) => void} openJob @param {() => void} onchange called after a job has been removed from the list */
