@@ -26,13 +26,16 @@ from service.inference.diameter.advice import MIN_FLAT_ASPECT
 from service.inference.diameter.confidence import predict_confidence
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
+    MATCHING_DIAMETER_RATIO,
     MAX_ROUND_ASPECT,
+    MAX_SCALE_RATIO,
     MIN_FIT_FOR_SUGGESTION,
     Factors,
     ScaleProbe,
     are_close,
     choose_better_probe,
     compute_expected_flatness,
+    compute_max_factors,
     is_probed,
     measure_flatness,
     suggest_flat_factors,
@@ -70,10 +73,6 @@ GOOD_FIT = 0.65
 TRIAL_SCALES = ((0.2, 2), (1.0, 4), (2.8, 4))
 # Minimum gain in log-odds of a trial over the reference scale, checked by `python -m scripts.recipes.trials`.
 MIN_LOG_ODDS_GAIN = 1.0
-# Skip resampling if the object diameter is within this factor of the model's object diameter.
-MATCHING_DIAMETER_RATIO = 1.2
-# Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
-MAX_SCALE_RATIO = 5.0
 
 
 class DiameterEstimator:
@@ -338,12 +337,14 @@ class DiameterEstimator:
         return self._clamp_factors((z * scale * flatness, y * scale, x * scale))
 
     def _clamp_factors(self, factors: Factors) -> Factors:
-        """Clamp factors to within `MAX_SCALE_RATIO` of the base grid.
+        """Clamp factors to between 1 / `MAX_SCALE_RATIO` of the base grid and `compute_max_factors`.
 
         No axis becomes shorter than the window, unless it already is, because padding reduces the score quality.
         """
+        max_factors = compute_max_factors(factors, self._base)
+        axes = zip(factors, max_factors, self._base, self._spec.input.roi_size, self._size, strict=True)
         clamped_factors = []
-        for factor, base, roi, length in zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True):
+        for factor, max_factor, base, roi, length in axes:
             min_factor = max(base / MAX_SCALE_RATIO, min(roi / length, base))
-            clamped_factors.append(min(max(factor, min_factor), base * MAX_SCALE_RATIO))
+            clamped_factors.append(min(max(factor, min_factor), max_factor))
         return clamped_factors[0], clamped_factors[1], clamped_factors[2]

@@ -12,8 +12,6 @@ from service.core.buffers import LARGE_ARRAY_BYTES
 from service.core.quantities import Diameter, Size
 from service.core.types import Extent, Volume
 from service.inference.diameter.estimation import (
-    MATCHING_DIAMETER_RATIO,
-    MAX_SCALE_RATIO,
     MIN_LOG_ODDS_GAIN,
     MIN_OBJECTS,
     WINDOWS_PER_PROBE,
@@ -22,6 +20,8 @@ from service.inference.diameter.estimation import (
 from service.inference.diameter.scale_probe import (
     EQUAL_SCALE_RATIO,
     LOG_ODDS_TOLERANCE,
+    MATCHING_DIAMETER_RATIO,
+    MAX_SCALE_RATIO,
     ScaleProbe,
     are_close,
     choose_better_probe,

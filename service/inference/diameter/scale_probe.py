@@ -29,8 +29,18 @@ BLURRED_DEPTH_RATIO = 1.25
 # Maximum ratio between the width and depth of objects that are found as reliably as round objects.
 MAX_ROUND_ASPECT = 1.5
 
+# Maximum ratio between a scale and the base grid. Beyond this ratio, objects would be too small to be resolved.
+MAX_SCALE_RATIO = 5.0
+
+# Maximum ratio along z if planes are enlarged more than pixels for flat objects, which are resolved in the plane. It
+# suffices for objects two planes deep, and for the planes that the model `nuclei` was trained on.
+MAX_FLAT_SCALE_RATIO = 10.0
+
 # Treat scales that are closer than this factor as equal.
 EQUAL_SCALE_RATIO = 1.15
+
+# Skip resampling if the object diameter is within this factor of the model's object diameter.
+MATCHING_DIAMETER_RATIO = 1.2
 
 Factors = tuple[float, float, float]
 """Voxels of a scaled grid per voxel of the image, along (z, y, x)."""
@@ -98,6 +108,13 @@ def compute_expected_flatness(voxel_size: VoxelSize | None, base: Factors) -> fl
         return 1.0
     z, y, x = (length / factor for length, factor in zip(voxel_size, base, strict=True))
     return max(VoxelSize(z, y, x).anisotropy / BLURRED_DEPTH_RATIO, 1.0)
+
+
+def compute_max_factors(factors: Factors, base: Factors) -> Factors:
+    """Return the maximum factors along (z, y, x). Along z, they depend on whether `factors` suit flat objects."""
+    is_flat = factors[0] / base[0] >= MIN_FLAT_ASPECT * factors[1] / base[1]
+    max_z_ratio = MAX_FLAT_SCALE_RATIO if is_flat else MAX_SCALE_RATIO
+    return base[0] * max_z_ratio, base[1] * MAX_SCALE_RATIO, base[2] * MAX_SCALE_RATIO
 
 
 def suggest_flat_factors(probe: ScaleProbe, expected_diameter: float) -> Factors | None:

@@ -215,6 +215,32 @@ def test_the_expected_flatness_follows_the_voxel_size_within_limits() -> None:
     assert (flatness(100, 1, 1), flatness(0.1, 1, 1)) == (6 / BLURRED_DEPTH_RATIO, 1)
 
 
+@pytest.mark.parametrize(
+    ("depth", "width", "expected"),
+    [
+        # Objects two planes deep: their planes, but not their pixels, may be enlarged more than five times.
+        (4, 22, (7.5, 0.91, 0.91)),
+        (2, 22, (10, 0.91, 0.91)),
+        (1, 2, (5, 5, 5)),
+    ],
+)
+def test_planes_of_flat_objects_may_be_enlarged_more_than_pixels(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, depth: float, width: float, expected: Factors
+) -> None:
+    """At its original resolution, the stack shows objects of this depth and width."""
+    spec = spec.model_copy(update={"input": spec.input.model_copy(update={"diameter": 20.0})})
+    probed = list[Factors]()
+
+    def probe(self: DiameterEstimator, _centers: object, factors: Factors, num_windows: int) -> ScaleProbe:
+        probed.append(factors)
+        extents = (depth * factors[0], width * factors[1], width * factors[2])
+        return ScaleProbe(factors, extents, 9, 0.4 if len(probed) == 1 else 0.9, num_windows)
+
+    monkeypatch.setattr(DiameterEstimator, "probe", probe)
+    estimate(np.zeros((64, 64, 64), np.float32), spec)
+    assert max(probed) == pytest.approx(expected, rel=0.01)
+
+
 def with_calibration(spec: ModelSpec) -> ModelSpec:
     """Return the model with a confidence of 0.5 at the expected diameter, and less at other diameters."""
     calibration = Calibration(intercept=0, certainty=0, peak=0, size=-6, giants=0, threshold=0.4)
