@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.core.errors import BadFile, BadParameter, TooLarge
-from service.core.quantities import TimeInterval
+from service.core.quantities import TimeInterval, convert_to_float
 from service.core.types import Array, Selection
 from service.formats import axes
 from service.formats.axes import Layout, make_scene_error, select_scene
@@ -77,7 +77,7 @@ class SceneFile(NamedTuple):
 def parse_number(value: Any) -> float:
     """Return a number, or NaN for any other value. Invalid sizes, times and colors do not make a file unreadable."""
     try:
-        return float(value)
+        return convert_to_float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
