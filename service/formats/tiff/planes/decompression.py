@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any, cast
 
 import imagecodecs
-from tifffile import COMPRESSION, TIFF, TiffPage
+from tifffile import COMPRESSION, TIFF, TiffFrame, TiffPage
 
 from service.core.errors import BadFile
+from service.formats.tiff.planes.page_loader import get_keyframe
 
 # Compressions that can change pixel values: JPEG, JPEG XR, LERC, WebP, Jetraw and JPEG XL.
 _LOSSY_COMPRESSIONS = frozenset((6, 7, 22610, 33007, 34887, 34892, 34927, 34934, 48124, 50001, 50002, 52546))
@@ -37,11 +38,12 @@ def check_compression(page: TiffPage) -> None:
         raise BadFile(f"Compression {name} is not supported. Save the file uncompressed or with Deflate, LZW or Zstd.")
 
 
-def check_lossless(page: TiffPage) -> None:
+def check_lossless(page: TiffPage | TiffFrame) -> None:
     """Raise BadFile if the compression of a page can change pixel values."""
-    is_jpeg_2000 = page.compression in _JPEG_2000_COMPRESSIONS
-    if page.compression in _LOSSY_COMPRESSIONS or (is_jpeg_2000 and not _is_reversible(_read_header(page))):
-        raise make_lossy_error(str(getattr(page.compression, "name", page.compression)))
+    compression = get_keyframe(page).compression
+    is_jpeg_2000 = compression in _JPEG_2000_COMPRESSIONS
+    if compression in _LOSSY_COMPRESSIONS or (is_jpeg_2000 and not _is_reversible(_read_header(page))):
+        raise make_lossy_error(str(getattr(compression, "name", compression)))
 
 
 def make_lossy_error(compression: str) -> BadFile:
@@ -52,7 +54,7 @@ def make_lossy_error(compression: str) -> BadFile:
     )
 
 
-def _read_header(page: TiffPage) -> bytes:
+def _read_header(page: TiffPage | TiffFrame) -> bytes:
     """Return the first bytes of the first strip or tile of a page."""
     stream = page.parent.filehandle
     stream.seek(next(iter(page.dataoffsets), 0))
