@@ -74,7 +74,7 @@ def parse_float(text: str) -> float:
     digits = text.strip(_BLANKS)
     number = float(digits) if _FLOAT.fullmatch(digits) else math.nan
     if not math.isfinite(number):
-        raise ValueError(f"expected a number such as 0.5, not {text!r}")
+        raise ValueError(f"expected a number such as 10 or 0.5, not {text!r}")
     return number
 
 
