@@ -26,7 +26,8 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
         "input",
         type=_parse_input,
         metavar="IN",
-        help="TIFF stack, OME-Zarr image (a folder, or an s3, gs, az, http or https URL), or folder of TIFF stacks",
+        help="File in a supported format, OME-Zarr image (a folder, or an s3, gs, az, http or https URL), or folder of"
+        " stacks",
     )
     parser.add_argument(
         "result",

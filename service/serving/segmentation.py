@@ -35,7 +35,7 @@ from service.serving.results.answers import (
     write_answer,
 )
 from service.serving.results.metadata import ResultMetadata, make_answer_name
-from service.serving.storage.threads import FILE_THREADS, run_in_thread, wait_for
+from service.serving.storage.threads import FILE_THREADS, FairThreadPool, run_in_thread, wait_for
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -152,6 +152,13 @@ class StackResult(NamedTuple):
     file: BinaryIO | None = None
 
 
+class QueuedSegmentation(NamedTuple):
+    """The pixels of a request, and the job that segments them."""
+
+    pixels: Pixels
+    job: Job[tuple[Result, Answer | None]]
+
+
 class SegmentationTask:
     """The segmentation of one stack that was sent with a request.
 
@@ -173,14 +180,18 @@ class SegmentationTask:
         """
         if (cached_result := await self._run_step(self._complete_and_look_up, FILE_THREADS)) is not None:
             return cached_result
-        pixels = await self._read()
-        job = await self._run_step(partial(self._queue_segmentation, pixels), FILE_THREADS)
-        result = await self._wait_for_job(job)
-        self._stages.add("queue", job.seconds_waited)
+        work = await self._run_in_turn(self._read_and_queue, self._runtime.read_threads)
+        if isinstance(work, DeferredPixels):
+            await self._run_step(partial(self._reserve_disk_space, work), FILE_THREADS)
+            work = await self._run_in_turn(self._decode_and_queue, self._runtime.decode_threads)
+        result, answer = await self._wait_for_job(work.job)
+        self._stages.add("queue", work.job.seconds_waited)
         self._stages.update(result.seconds)
+        if answer is not None and not self._runtime.result_cache.is_enabled:
+            return self._make_result(work.pixels, result, answer)
         host_threads = self._runtime.host_threads.for_client(self._stack.space.client)
         threads = FILE_THREADS if self._request.query.output_to is None else host_threads
-        return await self._run_step(partial(self._make_result, pixels, result), threads)
+        return await self._run_step(partial(self._make_result, work.pixels, result, answer), threads)
 
     def _run_step(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
         """Run a step in a thread. The step can poll `cancelled`."""
@@ -206,32 +217,36 @@ class SegmentationTask:
         path = make_descriptor_path(cached_entry.file.fileno())
         return StackResult(path, metadata, cache_key=key, cache_status="hit", file=cached_entry.file)
 
-    async def _read(self) -> Pixels:
-        """Read the file when it is this client's turn. A large file is queued again once disk space is reserved."""
-        client, runtime = self._stack.space.client, self._runtime
-        pixels = await self._run_step(
-            self._make_timed_reader(PixelSource.read_small_pixels), runtime.read_threads.for_client(client)
-        )
-        if isinstance(pixels, Pixels):
-            return pixels
-        await self._run_step(partial(self._reserve_disk_space, pixels), FILE_THREADS)
-        return await self._run_step(
-            self._make_timed_reader(PixelSource.read_pixels), runtime.decode_threads.for_client(client)
-        )
-
-    def _make_timed_reader(self, read: Callable[[PixelSource], T]) -> Callable[[], T]:
-        """Return a function that reads the pixels, and adds the time for queuing and reading to the stages."""
+    def _run_in_turn(self, work: Callable[[], T], threads: FairThreadPool) -> Awaitable[T]:
+        """Run a step when it is this client's turn. The time until then counts as reading."""
         queue_time = time.perf_counter()
 
-        def read_in_turn() -> T:
+        def begin() -> T:
+            self._stages.add("read", time.perf_counter() - queue_time)
             self._check_cancelled()
-            try:
-                reader = self._runtime.reader.for_client(self._stack.space.client)
-                return read(PixelSource.from_sandbox(reader, self._request, self._stack.source))
-            finally:
-                self._stages.add("read", time.perf_counter() - queue_time)
+            return work()
 
-        return read_in_turn
+        return self._run_step(begin, threads.for_client(self._stack.space.client))
+
+    def _read_and_queue(self) -> DeferredPixels | QueuedSegmentation:
+        """Read a small file, and queue its segmentation. Do not decode a large file.
+
+        Both steps take place in one thread, because passing work from thread to thread takes a significant part of the
+        time of a small request.
+        """
+        with self._stages.measure("read"):
+            pixels = self._make_source().read_small_pixels()
+        return pixels if isinstance(pixels, DeferredPixels) else self._queue_segmentation(pixels)
+
+    def _decode_and_queue(self) -> QueuedSegmentation:
+        """Decode a large file, and queue its segmentation."""
+        with self._stages.measure("read"):
+            pixels = self._make_source().read_pixels()
+        return self._queue_segmentation(pixels)
+
+    def _make_source(self) -> PixelSource:
+        reader = self._runtime.reader.for_client(self._stack.space.client)
+        return PixelSource.from_sandbox(reader, self._request, self._stack.source)
 
     def _reserve_disk_space(self, pixels: DeferredPixels) -> None:
         """Reserve disk space for decoded pixels, after checking that the volume can be segmented."""
@@ -239,7 +254,7 @@ class SegmentationTask:
         self._stack.space.reserve(pixels.nbytes)
         self._decoded_bytes = pixels.nbytes
 
-    def _queue_segmentation(self, pixels: Pixels) -> Job[Result]:
+    def _queue_segmentation(self, pixels: Pixels) -> QueuedSegmentation:
         """Queue the segmentation."""
         self._stack.drop_content()
         self._check_cancelled()
@@ -248,11 +263,16 @@ class SegmentationTask:
         request = DeviceRequest(
             self._spec, pixels.segmentation_input, self._request.query.options, self._request.caller
         )
-        return queue_work(
-            self._runtime, request, partial(segment_pixels, pixels=request.pixels, options=request.options)
-        )
+        return QueuedSegmentation(pixels, queue_work(self._runtime, request, partial(self._segment, request)))
 
-    async def _wait_for_job(self, job: Job[Result]) -> Result:
+    def _segment(self, request: DeviceRequest, reservation: Reservation, job: Job[Any]) -> tuple[Result, Answer | None]:
+        """Segment the pixels, and encode the result if it is small, in a thread of the device's queue."""
+        result = segment_pixels(reservation, job, request.pixels, request.options)
+        if result.series is not None and result.series.error is not None:
+            raise result.series.error
+        return result, encode_small_answer(self._request, result)
+
+    async def _wait_for_job(self, job: Job[T]) -> T:
         """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""
         try:
             return await wait_for(job.future)
@@ -260,12 +280,10 @@ class SegmentationTask:
             job.cancel()
             raise
 
-    def _make_result(self, pixels: Pixels, result: Result) -> StackResult:
-        """Write, describe, count and cache the result."""
-        if result.series is not None and result.series.error is not None:
-            raise result.series.error
+    def _make_result(self, pixels: Pixels, result: Result, answer: Answer | None) -> StackResult:
+        """Write the result unless it is small, describe it, count it, and cache it. Blocks if it writes or caches."""
         runtime, stages = self._runtime, self._stages
-        answer, status = encode_small_answer(self._request, result), None
+        status = None
         if answer is None:
             answer, status = self._write(pixels, result)
         nbytes = status.st_size if status is not None else len(answer.content or b"")

@@ -49,7 +49,7 @@ PARAMETERS = {
         "DIAMETER",
         "Object diameter, for example 15px, 6.5um, or 7,15,15px along z, y, x; 'auto' estimates the diameter, and"
         " 'none' processes the stack at its original resolution (default: the model's setting; 'auto' for the models"
-        " nuclei and membranes)",
+        " nuclei, embryos and membranes)",
     ),
     "skip_below": (
         "INTENSITY",

@@ -148,12 +148,14 @@ def _parse_frame_format(file: nd2.ND2File) -> FrameFormat:
     """Return the format of the frames. Raises BadFile if it is not supported."""
     attributes = file.attributes
     if attributes.compressionType not in {None, "none", "lossless"}:
-        raise BadFile("ND2 files with lossy compression are not supported. Export the image as an OME-TIFF in NIS.")
+        raise BadFile(
+            "ND2 files with lossy compression are not supported. Export the image as an OME-TIFF in NIS-Elements."
+        )
     num_channels = attributes.channelCount or 1
     num_samples = attributes.componentCount // num_channels
     if num_samples == 3:
         # NIS-Elements stores blue before red, but readers disagree, and no specification states the order.
-        raise BadFile("Color images in ND2 files are not supported. Export the image as an OME-TIFF in NIS.")
+        raise BadFile("Color images in ND2 files are not supported. Export the image as an OME-TIFF in NIS-Elements.")
     shape = attributes.heightPx, attributes.widthPx or 0, num_channels, num_samples
     frame_format = FrameFormat(
         shape, np.dtype(file.dtype), attributes.widthBytes or 0, attributes.compressionType == "lossless"
@@ -194,7 +196,9 @@ def _list_loops(file: nd2.ND2File) -> list[tuple[str, int]]:
     axes = [axis for axis, _ in loops]
     if "?" in axes or len(set(axes)) < len(axes):
         kinds = ", ".join(f"{loop.type} ({loop.count})" for loop in file.experiment)
-        raise BadFile(f"The loops of this file are not supported: {kinds}. Export the image as an OME-TIFF in NIS.")
+        raise BadFile(
+            f"The loops of this file are not supported: {kinds}. Export the image as an OME-TIFF in NIS-Elements."
+        )
     return loops
 
 

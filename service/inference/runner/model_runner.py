@@ -103,7 +103,7 @@ class ModelRunner:
 
         `spec` includes the post-processing options of the request.
         """
-        threads = self._settings.device.threads or host.count_usable_cores()
+        threads = self._settings.device.threads or host.CORE_COUNT
         return DecoderFactory(volume, spec, size, output, self.allocate, threads=threads)
 
     def warm_up(self, *, tune: bool = False) -> None:

@@ -139,7 +139,7 @@ class ProjectStore:
         with database.lock:
             rows = database.query("SELECT * FROM projects WHERE id = ? AND owner IS ?", project_id, owner)
             if not rows:
-                raise UnknownProject("There is no such project: the id is wrong, or the project was deleted.")
+                raise UnknownProject("There is no such project: the ID is wrong, or the project was deleted.")
             members = map(_decode_member, database.query(SELECT_MEMBERS_OF_PROJECT, project_id))
             return _decode_project(rows[0], members)
 
