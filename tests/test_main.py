@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import io
@@ -24,7 +25,7 @@ from fakes import wait_until
 from live import as_tiff
 from paths import ROOT
 
-from service.__main__ import main
+from service.__main__ import create_parser, main
 from service.api.access.keys import ApiKeys, hash_key
 from service.cli.serve import is_public
 from service.core.config import read_settings
@@ -366,3 +367,25 @@ def test_app_does_not_import_compilers_or_optional_libraries() -> None:
     names = set(imported.stdout.split())
     assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names
     assert names.isdisjoint({"torch._dynamo", "torch._inductor", "sympy", "scipy", "skimage", "matplotlib", "openvino"})
+
+
+def list_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the options of a parser and of its subcommands."""
+    actions = []
+    for action in parser._actions:
+        subcommands = dict(action.choices or {}) if isinstance(action, argparse._SubParsersAction) else {}
+        actions += [action, *(option for subparser in subcommands.values() for option in list_options(subparser))]
+    return actions
+
+
+def test_numbers_of_options_are_decimal() -> None:
+    numeric = 0
+    for option in list_options(create_parser()):
+        if callable(option.type) and not isinstance(option.type, type):
+            if not isinstance(option.type("10"), int | float):
+                continue
+            numeric += 1
+            with pytest.raises(ValueError, match="1_0"):
+                option.type("1_0")
+        assert option.type not in {int, float}
+    assert numeric > 15

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api.access.access_log import RequestLog
 from service.api.access.authentication import HEALTH_PATH, ApiKeyAuth
 from service.api.access.cross_site import CrossSiteProtection
-from service.api.access.middleware import DrainBody, SecurityHeaders
+from service.api.access.middleware import DrainBody, EndIncompleteResponses, SecurityHeaders
 from service.api.access.path_prefix import RestorePathPrefix, StripPathPrefix
 from service.api.access.trusted_hosts import (
     CORS_METHODS,
@@ -117,7 +117,9 @@ class Application(FastAPI):
             )
         stack = CrossSiteProtection(stack, access, handle_error)
         stack = TrustedHosts(stack, access, settings.server.host, handle_error)
-        http_stack = StripPathPrefix(RequestLog(SecurityHeaders(DrainBody(stack))), settings.server.root_path)
+        http_stack = StripPathPrefix(
+            RequestLog(EndIncompleteResponses(SecurityHeaders(DrainBody(stack)))), settings.server.root_path
+        )
 
         async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
             # The middleware of the service handles only HTTP requests. Lifespan events bypass it.

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.app import create_app
 from service.core.config import Settings, read_settings
+from service.core.quantities import parse_float, parse_integer
 from service.serving.runtime import Runtime
 
 # Paths of resources that exist in only one replica, although the next request may go to another replica.
@@ -40,7 +41,7 @@ def app(arguments: Mapping[str, str]) -> Any:
                `gpus`: number of GPUs per replica (default: 0)
     """
     settings = read_settings(Path(arguments.get("config", "default")))
-    replica_count = int(arguments.get("replicas", "1"))
+    replica_count = parse_integer(arguments.get("replicas", "1"))
 
     def build() -> FastAPI:
         return build_app(settings, replica_count)
@@ -48,7 +49,7 @@ def app(arguments: Mapping[str, str]) -> Any:
     deployment = serve.deployment(
         name="stackseg",
         num_replicas=replica_count,
-        ray_actor_options={"num_gpus": float(arguments.get("gpus", "0"))},
+        ray_actor_options={"num_gpus": parse_float(arguments.get("gpus", "0"))},
         # Let the queue of the service refuse excess requests, with 503 and Retry-After.
         max_ongoing_requests=settings.limits.waiting + settings.limits.at_once,
         graceful_shutdown_timeout_s=settings.server.drain_seconds + 15,

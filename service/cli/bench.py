@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from service.cli.models import choose_model
-from service.cli.options import MODEL_HELP
+from service.cli.options import MODEL_HELP, decimal, integer
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
 
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="Device: 'auto', 'cpu', 'cuda' or 'cuda:N' (default: the device.name setting)")
     parser.add_argument(
         "--shape",
-        type=int,
+        type=integer,
         nargs=3,
         default=(64, 512, 512),
         metavar=("Z", "Y", "X"),
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repeats",
-        type=int,
+        type=integer,
         default=3,
         help="Number of timed requests after the warm-up request (default: %(default)s)",
     )
@@ -58,7 +58,7 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch-sizes",
-        type=int,
+        type=integer,
         nargs="+",
         default=(),
         metavar="N",
@@ -66,7 +66,7 @@ def _add_comparison_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--build-seconds",
-        type=float,
+        type=decimal,
         default=math.inf,
         help="Time limit in seconds for building the compared engines (default: no limit)",
     )

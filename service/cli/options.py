@@ -8,8 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from service.core.config import Settings, override_settings, read_settings
+from service.core.quantities import parse_float, parse_integer
 
 MODEL_HELP = "Name or folder of the model (default: the models.default setting, or 'nuclei' if it is not set)"
+
+
+def integer(text: str) -> int:
+    """Parse the value of an option. argparse names this function in error messages. Raises ValueError."""
+    return parse_integer(text)
+
+
+def decimal(text: str) -> float:
+    """Parse the value of an option. argparse names this function in error messages. Raises ValueError."""
+    return parse_float(text)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -65,7 +76,7 @@ def add_annotated_stacks(command: argparse.ArgumentParser, images_help: str) -> 
 def add_unknown_voxels(command: argparse.ArgumentParser) -> None:
     """Add `--ignore-label` and `--partial-planes`, which specify voxels that are not annotated."""
     command.add_argument(
-        "--ignore-label", type=int, metavar="N", help="Label of voxels that are not annotated (default: none)"
+        "--ignore-label", type=integer, metavar="N", help="Label of voxels that are not annotated (default: none)"
     )
     command.add_argument(
         "--partial-planes",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from service.cli.options import integer
 from service.cli.segmentation.parameters import PARAMETERS, use_option_names
 from service.core.config import Settings
 
@@ -78,7 +79,7 @@ def _add_block_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of block-wise segmentation."""
     parser.add_argument(
         "--workers",
-        type=int,
+        type=integer,
         metavar="N",
         help="Segment an OME-Zarr image of any size block by block with this number of processes (default: segment the"
         " image in one piece)",

@@ -8,6 +8,7 @@ import logging
 import os
 from pathlib import Path
 
+from service.cli.options import integer
 from service.core.config import Settings, override_settings
 from service.core.sections.serving import Server
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--port",
-        type=int,
+        type=integer,
         help="Port to listen on, or 0 for any free port (default: the server.port setting, or"
         f" {server.port} if it is not set)",
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from service.cli.options import add_annotated_stacks, add_unknown_voxels
+from service.cli.options import add_annotated_stacks, add_unknown_voxels, decimal, integer
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings
 from service.core.errors import StackSegError
@@ -15,15 +15,15 @@ from service.models.spec import TargetName
 
 # Options that override a setting in the section `training`, with their types and descriptions.
 TRAINING_OPTIONS = (
-    ("--steps", int, "Number of training steps"),
-    ("--minutes", float, "Train for this number of minutes, including preparation and scoring, instead of --steps"),
-    ("--learning-rate", float, "Maximum learning rate"),
-    ("--batch-size", int, "Number of crops per step"),
-    ("--edge", int, "Edge length of a crop in voxels"),
-    ("--validation", float, "Fraction of every stack that is reserved for validation"),
-    ("--patience", int, "Stop after this number of validations without improvement"),
-    ("--workers", int, "Number of processes for augmentation; 0 uses a thread instead"),
-    ("--seed", int, "Random seed; the same seed produces the same model"),
+    ("--steps", integer, "Number of training steps"),
+    ("--minutes", decimal, "Train for this number of minutes, including preparation and scoring, instead of --steps"),
+    ("--learning-rate", decimal, "Maximum learning rate"),
+    ("--batch-size", integer, "Number of crops per step"),
+    ("--edge", integer, "Edge length of a crop in voxels"),
+    ("--validation", decimal, "Fraction of every stack that is reserved for validation"),
+    ("--patience", integer, "Stop after this number of validations without improvement"),
+    ("--workers", integer, "Number of processes for augmentation; 0 uses a thread instead"),
+    ("--seed", integer, "Random seed; the same seed produces the same model"),
 )
 
 

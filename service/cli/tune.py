@@ -7,7 +7,7 @@ import os
 import sys
 
 from service.cli.models import choose_model
-from service.cli.options import MODEL_HELP
+from service.cli.options import MODEL_HELP, decimal
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter, ConfigError
 from service.models.repository import read_repository
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     selection.add_argument("--all", action="store_true", help="Tune all served models, one after the other")
     parser.add_argument(
         "--minutes",
-        type=float,
+        type=decimal,
         help="Time limit per model in minutes; no new measurement starts after this time (default: the setting"
         " engine.tune_seconds, converted to minutes)",
     )

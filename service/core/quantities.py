@@ -1,11 +1,12 @@
-"""Quantities in requests, and their parsers: lengths, diameters, volumes, time points and gray values."""
+"""Quantities in requests, and their parsers: numbers, lengths, diameters, volumes, time points and gray values."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from service.core.errors import BadParameter
 
@@ -24,6 +25,11 @@ MAX_ANISOTROPY = 6.0
 MAX_EDGE_DIGITS = 5
 # Characters of units as they are written in texts, and in requests: both characters for micro, and a raised 3.
 UNIT_CHARACTERS = str.maketrans("\u00b5\u03bc\u00b3", "uu3")
+# Decimal numbers, and the characters that may surround them. `int` and `float` also accept underscores, and digits and
+# spaces of other scripts: `1_0px`, a misspelled `1.0px`, would be ten pixels.
+_INTEGER = re.compile(r"[+-]?[0-9]+")
+_FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_BLANKS = " \t\r\n"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,40 @@ class VoxelSize:
     def anisotropy(self) -> float:
         """Ratio of plane spacing to pixel size, at most `MAX_ANISOTROPY`."""
         return min(self.z / self.pixel_size, MAX_ANISOTROPY)
+
+
+def parse_integer(text: str) -> int:
+    """Parse an integer such as `10`. Raises ValueError."""
+    digits = text.strip(_BLANKS)
+    if not _INTEGER.fullmatch(digits):
+        raise ValueError(f"expected an integer such as 10, not {text!r}")
+    return int(digits)
+
+
+def parse_float(text: str) -> float:
+    """Parse a finite decimal number such as `0.5` or `1e-3`. Raises ValueError."""
+    digits = text.strip(_BLANKS)
+    number = float(digits) if _FLOAT.fullmatch(digits) else math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"expected a number such as 10 or 0.5, not {text!r}")
+    return number
+
+
+def convert_to_float(value: Any) -> float:
+    """Convert a value of a file's metadata, a number or its text. Raises TypeError, ValueError or OverflowError."""
+    return parse_float(value) if isinstance(value, str) else float(value)
+
+
+def parse_voxel_size(text: str) -> VoxelSize:
+    """Parse a voxel size Z,Y,X in micrometers, such as `0.5,0.2,0.2`. Raises BadParameter."""
+    try:
+        z, y, x = map(parse_float, text.split(","))
+    except ValueError:
+        raise BadParameter("Expected three positive numbers Z,Y,X in micrometers, such as 0.5,0.2,0.2") from None
+    try:
+        return VoxelSize(z, y, x)
+    except BadParameter as error:
+        raise BadParameter(f"{error} Expected Z,Y,X, such as 0.5,0.2,0.2") from None
 
 
 @dataclass(frozen=True)
@@ -134,7 +174,7 @@ class Diameter:
         """Parse a string such as `15px`, `7,15,15px`, `6.5um` or `6.5 µm`. Raises BadParameter."""
         normalized = _normalize_text(text)
         try:
-            match [float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
+            match [parse_float(length) for length in normalized[:-2].split(",")], normalized[-2:]:
                 case [width], ("px" | "um") as unit:
                     return cls((width,), unit)
                 case [z, y, x], ("px" | "um") as unit:
@@ -214,12 +254,10 @@ def parse_skip_below(text: str) -> SkipBelow:
         case "auto" | "none" as word:
             return word
     try:
-        value = float(text)
+        return parse_float(text)
     except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadParameter(f"Expected a gray value of the stack, such as 120, or 'auto' or 'none', not {text!r}")
-    return value
+        problem = f"Expected a gray value of the stack, such as 120, or 'auto' or 'none', not {text!r}"
+        raise BadParameter(problem) from None
 
 
 @dataclass(frozen=True)
@@ -241,7 +279,7 @@ class ObjectVolume:
         """Parse a string such as `60` (voxels) or `12.5um3`. Raises BadParameter."""
         normalized = _normalize_text(text)
         try:
-            return cls(float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
+            return cls(parse_float(normalized.removesuffix("um3")), "um3" if normalized.endswith("um3") else "px")
         except (ValueError, BadParameter):
             pass
         raise BadParameter(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core.errors import AmbiguousAxes, BadFile, BadParameter, TooLarge
-from service.core.quantities import TimeRange
+from service.core.quantities import TimeRange, is_index
 from service.core.types import Array, Selection, StackShape
 
 AXIS_LETTERS = "TZCYXS"
@@ -277,7 +277,7 @@ def _select_channels(channel_names: Sequence[str], channel: int | str | None) ->
             parameter="channel",
             suggested={"channel": str(matches[0])},
         )
-    index = matches[0] if matches else _parse_index(requested_name)
+    index = matches[0] if matches else int(requested_name) if is_index(requested_name) else None
     if index is None or not 0 <= index < len(channel_names):
         raise BadParameter(
             f"channel={channel!r} does not exist: the file has {format_channels(channel_names)}.", parameter="channel"
@@ -291,13 +291,6 @@ def _find_channels_by_name(channel_names: Sequence[str], name: str) -> list[int]
     return exact_matches or [
         index for index, channel in enumerate(channel_names) if channel and channel.lower() == name.lower()
     ]
-
-
-def _parse_index(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 def format_channels(channel_names: Sequence[str]) -> str:

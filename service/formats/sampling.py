@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.core.quantities import PLAUSIBLE_LENGTHS, TimeInterval, VoxelSize
+from service.core.quantities import PLAUSIBLE_LENGTHS, TimeInterval, VoxelSize, convert_to_float
 
 _SI_EXPONENTS = {
     "Y": 24, "Z": 21, "E": 18, "P": 15, "T": 12, "G": 9, "M": 6, "k": 3, "h": 2, "da": 1, "": 0, "d": -1, "c": -2,
@@ -45,9 +45,7 @@ MICROMETERS_PER_UNIT: dict[str, float] = {
     "ly": 9_460_730_472_580_800e6,
     "pc": 3.0856775814913673e22,
     "pt": _INCH_IN_MICROMETERS / 72,
-    "um": 1.0,
-    "micron": 1.0,
-    "microns": 1.0,
+    **dict.fromkeys(("um", "micron", "microns"), 1.0),
     "inch": _INCH_IN_MICROMETERS,
     "inches": _INCH_IN_MICROMETERS,
     '"': _INCH_IN_MICROMETERS,
@@ -148,7 +146,7 @@ def convert_to_micrometers(value: Any, unit: str) -> float | None:
     """
     factor = get_micrometers_per_unit(unit)
     try:
-        size = abs(float(value)) * factor if factor is not None else math.nan
+        size = abs(convert_to_float(value)) * factor if factor is not None else math.nan
     except (TypeError, ValueError, OverflowError):
         return None
     return size if PLAUSIBLE_LENGTHS[0] <= size <= PLAUSIBLE_LENGTHS[1] else None
@@ -344,7 +342,7 @@ def parse_time_interval(value: Any, unit: str) -> TimeInterval | None:
     # In OME, Ms means 10**6 seconds.
     known_unit = None if name == "Ms" else TIME_UNITS.get(name.lower())
     try:
-        length = float(value)
+        length = convert_to_float(value)
     except (TypeError, ValueError, OverflowError):
         return None
     return TimeInterval(length, known_unit) if known_unit and math.isfinite(length) and length > 0 else None

@@ -32,6 +32,8 @@ _LOADERS = {
     "exported": ("torch_export", "load_torch_export"),
     "onnx": ("onnx.network", "load_onnx"),
 }
+# Weights with fewer bytes are quantized. Without their scale, they are wrong.
+MIN_WEIGHT_BYTES = 2
 # Modules that a kind of decoding needs, and the extras that install them.
 _DECODING_LIBRARIES = {"boundaries": ("bioimage_cpp", "boundaries"), "star-convex": ("stardist", "stardist")}
 
@@ -98,7 +100,23 @@ def _build_with_weights(architecture: Architecture, spec: ModelSpec) -> nn.Modul
     except (OSError, SafetensorError, RuntimeError) as error:
         summary = _summarize_error(error)
         raise BrokenModel(f"{spec.weights_path}: the weights do not match {architecture.name}: {summary}") from error
+    for name, tensor in network.state_dict().items():
+        _check_tensor(tensor, state[name].dtype, f"{spec.weights_path}: {name}")
     return network
+
+
+def _check_tensor(tensor: Tensor, stored_dtype: torch.dtype, location: str) -> None:
+    """Raise BrokenModel if a tensor of weights contains NaN or infinity, or was stored in a quantized type."""
+    if not tensor.is_floating_point():
+        return
+    if not stored_dtype.is_floating_point or stored_dtype.itemsize < MIN_WEIGHT_BYTES:
+        dtype = str(stored_dtype).removeprefix("torch.")
+        raise BrokenModel(f"{location}: quantized weights ({dtype}) are not supported; save the weights as float32.")
+    if not bool(torch.isfinite(tensor).all()):
+        raise BrokenModel(
+            f"{location}: the weights contain NaN or infinity, because the training diverged or the file is damaged;"
+            " use another checkpoint."
+        )
 
 
 def _summarize_error(error: Exception) -> str:

@@ -6,20 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from service.core.errors import BadParameter, get_validation_message
 from service.core.quantities import (
     ObjectVolume,
     TimeRange,
-    VoxelSize,
     parse_diameter,
+    parse_float,
     parse_index_or_name,
     parse_roi_size,
     parse_skip_below,
     parse_time,
+    parse_voxel_size,
 )
 from service.core.types import (
     CancellationCheck,
@@ -36,6 +37,17 @@ from service.core.types import (
 MAX_REPORTED_ERRORS = 3
 # Maximum length of a parameter name in an error message.
 MAX_NAME_LENGTH = 40
+
+
+def _check_number(value: Any) -> Any:
+    """Reject truth values, and text that pydantic would accept but that is not a decimal number."""
+    is_python_number = isinstance(value, str) and ("_" in value or not value.isascii())
+    return parse_float(str(value)) if is_python_number or isinstance(value, bool) else value
+
+
+# Numbers in JSON, or their decimal digits in a query.
+DecimalInteger = Annotated[int, BeforeValidator(_check_number)]
+DecimalFloat = Annotated[float, BeforeValidator(_check_number)]
 
 
 class Query(BaseModel):
@@ -83,10 +95,10 @@ class Query(BaseModel):
         default=None,
         description="Whether to read a file that has fewer planes than its metadata declares. Default: `false`.",
     )
-    sw_batch_size: int | None = Field(
+    sw_batch_size: DecimalInteger | None = Field(
         default=None, ge=1, description="Number of windows per batch. Default: the setting of the operator."
     )
-    overlap: float | None = Field(
+    overlap: DecimalFloat | None = Field(
         default=None,
         ge=0,
         lt=1,
@@ -123,7 +135,7 @@ class Query(BaseModel):
         "the background level of the stack. `none`: process all windows. Default: the setting of the operator.",
         examples=["120", "auto"],
     )
-    threshold: float | None = Field(
+    threshold: DecimalFloat | None = Field(
         default=None,
         gt=0,
         lt=1,
@@ -147,7 +159,7 @@ class Query(BaseModel):
         description="Whether to fill holes: background that is completely enclosed by one object. Default: the setting "
         "of the model.",
     )
-    min_confidence: float | None = Field(
+    min_confidence: DecimalFloat | None = Field(
         default=None,
         ge=0,
         lt=1,
@@ -271,9 +283,8 @@ class Query(BaseModel):
             self.threshold, minimum_size, self.border, self.fill_holes, self.min_confidence
         )
         roi_size = None if self.roi_size is None else parse_roi_size(self.roi_size)
-        window_options = self.sw_batch_size, self.overlap
-        strict, quality = bool(self.strict), self.quality
-        return Options(self.output, *window_options, diameter, skip_below, postprocessing, roi_size, strict, quality)
+        windows, strict, quality = (self.sw_batch_size, self.overlap), bool(self.strict), self.quality
+        return Options(self.output, *windows, diameter, skip_below, postprocessing, roi_size, strict, quality)
 
 
 class SegmentationRequest(NamedTuple):
@@ -326,17 +337,6 @@ def _find_parameter_name(loc: Sequence[int | str]) -> str | None:
     # Locations of FastAPI begin with the part of the request that contains the parameter.
     has_request_part = len(names) > 1 and names[0] in {"query", "path", "header", "body"}
     return next(iter(names[has_request_part:]), "")[:MAX_NAME_LENGTH] or None
-
-
-def parse_voxel_size(text: str) -> VoxelSize:
-    try:
-        z, y, x = (float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError("Expected three positive numbers Z,Y,X in micrometers, such as 0.5,0.2,0.2") from None
-    try:
-        return VoxelSize(z, y, x)
-    except BadParameter as error:
-        raise ValueError(f"{error} Expected Z,Y,X, such as 0.5,0.2,0.2") from None
 
 
 # Parsers that validate the parameters whose values are structured strings.

@@ -68,8 +68,9 @@ def compute_median_extents(labels: NDArray[Any]) -> NDArray[np.float64] | None:
     other objects.
     """
     if labels.max(initial=0) > labels.size:
-        # Renumber the objects, because `find_objects` allocates memory for all numbers up to the largest one.
-        labels = np.searchsorted(np.union1d([0], labels), labels)
+        # Renumber the objects, because `find_objects` allocates memory for all numbers up to the largest one. A
+        # background of another type would convert 64-bit labels to floats, and merge some of them.
+        labels = np.searchsorted(np.union1d(np.zeros(1, labels.dtype), labels), labels)
     boxes = [box for box in find_objects(labels) if box is not None]
     complete_boxes = [box for box in boxes if _is_complete(box, labels.shape)]
     extents = [[s.stop - s.start for s in box] for box in (complete_boxes if len(complete_boxes) > 2 else boxes)]

@@ -105,3 +105,18 @@ def test_job_example_of_the_document_has_the_members_of_the_schema(schema: dict[
     example = section[section.index("```json") : section.index("| `state`")]
     members = set(re.findall(r'"(\w+)":', example)) - {"overlap", "done", "total", "receive"}
     assert members == schema["components"]["schemas"]["JobReport"]["properties"].keys()
+
+
+def test_numbers_in_queries_are_decimal(schema: dict[str, Any], service: Service) -> None:
+    numeric = []
+    for path, methods in schema["paths"].items():
+        for method, operation in methods.items():
+            for parameter in operation.get("parameters", ()):
+                kinds = parameter["schema"].get("anyOf", [parameter["schema"]])
+                if parameter["in"] == "query" and {"integer", "number"} & {kind.get("type") for kind in kinds}:
+                    numeric.append(parameter["name"])
+                    url = re.sub(r"\{\w+\}", "0" * 32, path)
+                    response = service.client.request(method.upper(), url, params={parameter["name"]: "1_0"})
+                    assert response.status_code == 422, (method, path, parameter["name"])
+                    assert "1_0" in response.json()["detail"]
+    assert {"limit", "from", "overlap", "ignore_label"} <= set(numeric)

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
-from fakes import FakeSegmenter
+from fakes import FakeSegmenter, wait_until
 from job_service import Service
-from live import STACK, TIFF, LiveServer, make_live_fixture, parse_problem
+from live import STACK, TIFF, LiveServer, eager_settings, make_live_fixture, parse_problem, serve
 from paths import ROOT
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
 
+from service.core.errors import ResultUnavailable
 from service.serving.parameters import Query
 
 
@@ -177,3 +186,62 @@ def test_range_errors_are_problem_documents(live: LiveServer) -> None:
     assert "bytes=100-199" in beyond.json()["detail"]
     page = live.client.get("/docs/page.js", headers={"Range": "bytes=a-b"})
     assert parse_problem(page) == (416, "range-not-satisfiable")
+
+
+# Errors while the content of a response is sent, and the problem in the access log. None: the error is a bug.
+LATE_ERRORS = (
+    (OSError(errno.EIO, "Input/output error"), "storage-unavailable"),
+    (MemoryError(), "out-of-memory"),
+    (RuntimeError("can't start new thread"), "out-of-memory"),
+    (ResultUnavailable("The result has expired."), ResultUnavailable.slug),
+    (FileNotFoundError(errno.ENOENT, "No such file"), "storage-unavailable"),
+    (TypeError("a bug"), None),
+    (RuntimeError("another bug"), None),
+)
+
+
+@pytest.fixture(scope="module")
+def broken_server(bands_repository: Path) -> Iterator[LiveServer]:
+    """A service with a route whose response fails after its first chunk or, with a file, after its head."""
+
+    async def respond(request: Request) -> Response:
+        error = LATE_ERRORS[request.path_params["index"]][0]
+
+        async def iterate() -> AsyncIterator[bytes]:
+            yield b"first"
+            raise error
+
+        if "file" in request.query_params:
+            status = Path(__file__).stat()
+            return FileResponse("/deleted/in/the/meantime", stat_result=status)
+        length = {"Content-Length": "100"} if "length" in request.query_params else {}
+        return StreamingResponse(iterate(), headers=length)
+
+    with serve(eager_settings(bands_repository), load=FakeSegmenter) as live:
+        application: Any = live.server.config.app
+        application.app.router.routes.insert(0, Route("/broken/{index:int}", respond))
+        yield live
+
+
+@pytest.mark.parametrize("index", range(len(LATE_ERRORS)))
+@pytest.mark.parametrize("kind", ["length", "chunks"])
+def test_response_that_cannot_be_completed_ends_without_a_traceback(
+    broken_server: LiveServer, caplog: pytest.LogCaptureFixture, index: int, kind: str
+) -> None:
+    problem = LATE_ERRORS[index][1]
+    with caplog.at_level(logging.INFO), pytest.raises(httpx2.RemoteProtocolError):
+        broken_server.client.get(f"/broken/{index}", params={kind: ""})
+    wait_until(lambda: any(record.name == "service.access" for record in caplog.records))
+    tracebacks = [record for record in caplog.records if record.exc_info]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "service.access"]
+    assert bool(tracebacks) == (problem is None)
+    assert (problem or "GET /broken") in line
+
+
+def test_file_that_was_deleted_before_it_was_sent_ends_the_response(
+    broken_server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(httpx2.RemoteProtocolError):
+        broken_server.client.get("/broken/0", params={"file": ""})
+    assert not [record for record in caplog.records if record.exc_info]
+    assert "/deleted" in caplog.text

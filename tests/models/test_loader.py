@@ -57,6 +57,26 @@ def test_weights_of_a_different_network_or_without_a_layer_are_rejected(
         load_network(copied_spec)
 
 
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weights: weights * torch.inf, "contain NaN or infinity"),
+        (lambda weights: weights.index_fill(0, torch.tensor([0]), torch.nan), "contain NaN or infinity"),
+        (lambda weights: weights.to(torch.int8), r"quantized weights \(int8\)"),
+        (lambda weights: weights.to(torch.int32), r"quantized weights \(int32\)"),
+        (lambda weights: weights.to(torch.float8_e4m3fn), r"quantized weights \(float8_e4m3fn\)"),
+    ],
+)
+def test_weights_without_usable_numbers_are_rejected(
+    random_nuclei: ModelSpec, tmp_path: Path, edit: Callable[[torch.Tensor], torch.Tensor], message: str
+) -> None:
+    state = load_network(random_nuclei).state_dict()
+    state["head.bias"] = edit(state["head.bias"])
+    save_file(state, tmp_path / "weights.safetensors")
+    with pytest.raises(BrokenModel, match=message):
+        load_network(random_nuclei.model_copy(update={"folder": tmp_path}))
+
+
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"\xff" * 64])
 def test_weights_other_than_safetensors_are_rejected_without_unpickling(
     content: bytes, random_nuclei: ModelSpec, tmp_path: Path

@@ -93,10 +93,23 @@ INVALID_TEXT = {
     "minimum_size": (": Expected a volume in voxels", ["many", "60px", "12um", "um3", "-1", "nan", "infum3", "1e30"]),
 }
 
+PYTHON_NUMERALS = (
+    *(("time", text) for text in ("1_0", "\u0661")),
+    *(("voxel_size", f"{text},1,1") for text in ("1_0", "\u0661")),
+    *(("diameter", f"{text}px") for text in ("1_0", "\u0661", "1_0,1_0,1_0")),
+    *(("skip_below", text) for text in ("1_0", "\u0661")),
+    *(("roi_size", f"{text},16,16") for text in ("1_6", "\u0661")),
+    *(("minimum_size", f"{text}um3") for text in ("1_0", "\u0661")),
+)
+
 
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
-    [(name, text, fragment) for name, (fragment, texts) in INVALID_TEXT.items() for text in texts],
+    [
+        *((name, text, fragment) for name, (fragment, texts) in INVALID_TEXT.items() for text in texts),
+        # Numbers for Python, but not for people.
+        *((name, text, INVALID_TEXT[name][0]) for name, text in PYTHON_NUMERALS),
+    ],
 )
 def test_invalid_text_is_rejected_with_the_expected_format(name: str, text: str, expected: str) -> None:
     with pytest.raises(ValidationError) as caught:

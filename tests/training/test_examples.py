@@ -93,9 +93,11 @@ def test_median_extents_exclude_objects_at_the_faces() -> None:
     border_object[0, :2, :3] = 7
     assert compute_median_extents(border_object) == pytest.approx((1, 2, 3))
     # Label numbers can be as large as the dtype allows.
-    for background, sizes in ((0, [(1, 2, 3), (3, 2, 3)]), (2**32 - 9, [(1, 2, 3), (3, 2, 3), (4, 5, 6)])):
-        labels = np.full((4, 5, 6), background, np.uint32)
-        labels[0, :2, :3], labels[1:4, :2, :3] = 2**32 - 1, 2**32 - 2
+    for dtype, background in ((np.uint32, 0), (np.uint32, 2**32 - 9), (np.uint64, 0), (np.int64, 2**60)):
+        largest = int(np.iinfo(dtype).max)
+        labels = np.full((4, 5, 6), background, dtype)
+        labels[0, :2, :3], labels[1:4, :2, :3] = largest, largest - 1
+        sizes = [(1, 2, 3), (3, 2, 3), *([(4, 5, 6)] if background else [])]
         assert compute_median_extents(labels) == pytest.approx(np.median(sizes, axis=0))
 
 

@@ -26,6 +26,11 @@ _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 # Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
 _DTYPE_KINDS = "biuf"
 MAX_ITEM_BYTES = 8
+# Letters of the axes by the names that xarray and Zarr arrays may have for them, in lower case.
+_AXES_BY_NAME = {
+    **{letter.lower(): letter for letter in "TZCYX"},
+    **{"time": "T", "channel": "C", "depth": "Z", "height": "Y", "width": "X"},
+}
 # A folder with one of these files is an image or another group of Zarr.
 _ZARR_FILES = ("zarr.json", ".zattrs", ".zgroup", ".zarray")
 
@@ -84,6 +89,7 @@ class ArrayBody:
     """An array as an uncompressed TIFF, whose pixels are the memory of the array.
 
     Arrays that are not contiguous, have another byte order or are computed on access are converted slab by slab.
+    The axes are those that the array names, as arrays of xarray do, or ZYX for up to three dimensions.
     Raises TypeError for other objects and if a TIFF cannot store the dtype, and ValueError for an array without planes
     or voxels, or with masked voxels.
     """
@@ -110,7 +116,7 @@ class ArrayBody:
         self._array, self._shape = array, shape
         # TIFF stores booleans as bits.
         self._dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("<")
-        self._head, self._tail = _make_tiff_frame(shape, self._dtype)
+        self._head, self._tail = _make_tiff_frame(shape, self._dtype, _find_axes(array, len(shape)))
 
     @property
     def nbytes(self) -> int:
@@ -174,16 +180,26 @@ def _read_slabs(array: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> I
             yield np.ascontiguousarray(slab, dtype=dtype)
 
 
-def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
+def _find_axes(array: ArrayLike, dimension_count: int) -> str:
+    """Return the axes that an array names, or else ZYX for up to three dimensions, or else ""."""
+    names: Any = getattr(array, "dims", None) or getattr(getattr(array, "metadata", None), "dimension_names", None)
+    if isinstance(names, tuple) and len(names) == dimension_count:
+        axes = "".join(_AXES_BY_NAME.get(str(name).lower(), "?") for name in names)
+        if "?" not in axes and len(set(axes)) == len(axes) and {"Y", "X"} <= set(axes):
+            return axes
+    return "ZYX"[-dimension_count:] if dimension_count <= 3 else ""
+
+
+def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any], axes: str) -> tuple[bytes, bytes]:
     """Return the bytes of an uncompressed BigTIFF before and after its pixels.
 
-    The TIFF has one page per plane [Y, X], which is one strip. The description of the first page has the shape in the
-    format of tifffile, and the axes ZYX if there are up to three dimensions.
+    The TIFF has one page for the last two dimensions, which is one strip. The description of the first page has the
+    shape and, if they are known, the axes in the format of tifffile.
     """
     *leading, height, width = shape
     count, page_bytes = math.prod(leading), height * width * dtype.itemsize
     start = _HEADER_BYTES + count * page_bytes + count * page_bytes % 2
-    metadata = {"shape": shape} | ({"axes": "ZYX"[-len(shape) :]} if len(shape) <= 3 else {})
+    metadata = {"shape": shape} | ({"axes": axes} if axes else {})
     description = json.dumps(metadata).encode() + b"\0"
     sample_format = "uif".index(dtype.kind) + 1
     tags = [

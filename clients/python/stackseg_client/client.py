@@ -88,7 +88,7 @@ class Client:
 
         Args:
             source: path of a file, which is read block by block; the content of a file; or an array, whose axes are ZYX
-                unless `axes` specifies others; arrays with more dimensions need `axes`
+                unless it (as in xarray) or `axes` names others; arrays with more dimensions need names or `axes`
             save_to: file for the labels: `.tif`, `.npy` (memory-mapped by `Result.labels`), `.nii.gz` or `.ozx`
                 (OME-Zarr); with `table`, the table is saved next to it as `.csv`
             table: whether to measure the objects

@@ -1,13 +1,18 @@
-"""ASGI middleware for every HTTP request: security headers, and draining the bodies of refused requests."""
+"""ASGI middleware for every HTTP request: security headers, bodies of refused requests, and incomplete responses."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.messages.headers import SECURITY_HEADERS, find_header, get_header
+from service.core.errors import StackSegError, StorageUnavailable
+from service.core.hardware.devices import translate_error
+
+log = logging.getLogger(__name__)
 
 # Time limit for receiving the rest of the body of a refused request.
 DRAIN_SECONDS = 20.0
@@ -83,3 +88,36 @@ class DrainBody:
             await send(message)
 
         await self._app(scope, receive_message, send_after_body)
+
+
+class EndIncompleteResponses:
+    """Middleware that ends a response whose content becomes unavailable while it is sent, with one line in the log.
+
+    The disk or the memory may fail, or the file may be deleted. The status has been sent, so the server can only close
+    the connection: the client sees that Content-Length bytes, or the last chunk, are missing. Other errors are bugs,
+    and are raised.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_started = False
+
+        async def send_message(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_message)
+        except (StackSegError, OSError, MemoryError, RuntimeError) as error:
+            cause: BaseException = error
+            # Starlette raises RuntimeErrors from an error that it cannot answer any more, one in each layer.
+            while type(cause) is RuntimeError and cause.__cause__ is not None:
+                cause = cause.__cause__
+            cause = translate_error(cause)
+            if not has_started or not isinstance(cause, StackSegError | OSError):
+                raise
+            scope["state"]["problem"] = getattr(cause, "slug", StorageUnavailable.slug)
+            log.warning("the response is incomplete: %s: %s", type(cause).__name__, cause)

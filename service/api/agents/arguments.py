@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from service.serving.parameters import Query, describe_validation_errors
+from service.serving.parameters import DecimalFloat, DecimalInteger, Query, describe_validation_errors
 
 # Maximum time for which a tool waits for a job. Many MCP clients and proxies give up after 60 s.
 MAX_WAIT_SECONDS = 45.0
@@ -18,7 +18,7 @@ MAX_INDEX = 2**31
 
 JobId = Annotated[str, Field(max_length=64, description="The id of the job.")]
 WaitSeconds = Annotated[
-    float,
+    DecimalFloat,
     Field(
         ge=0,
         le=MAX_WAIT_SECONDS,
@@ -79,7 +79,7 @@ class NoArguments(Arguments):
 class JobListArguments(Arguments):
     """Arguments of a list of jobs."""
 
-    limit: Annotated[int, Field(ge=1, le=100, description="Maximum number of jobs.")] = 10
+    limit: Annotated[DecimalInteger, Field(ge=1, le=100, description="Maximum number of jobs.")] = 10
 
 
 class JobArguments(Arguments):
@@ -97,12 +97,12 @@ class JobStateArguments(JobArguments):
 class TableArguments(JobArguments):
     """Arguments that select rows of the object table of a job."""
 
-    first: Annotated[int, Field(ge=1, description="Number of the first row, from 1.")] = 1
-    rows: Annotated[int, Field(ge=1, le=MAX_TABLE_ROWS, description="Maximum number of rows.")] = 50
+    first: Annotated[DecimalInteger, Field(ge=1, description="Number of the first row, from 1.")] = 1
+    rows: Annotated[DecimalInteger, Field(ge=1, le=MAX_TABLE_ROWS, description="Maximum number of rows.")] = 50
 
 
 PlaneNumber = Annotated[
-    int | None,
+    DecimalInteger | None,
     Field(
         ge=0,
         le=MAX_INDEX,

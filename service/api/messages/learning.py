@@ -14,6 +14,7 @@ from service.models.spec import TargetName
 from service.serving.learning.annotation import Annotation
 from service.serving.learning.training_manager import TrainingManager
 from service.serving.learning.training_record import TrainingRecord, TrainingStage, TrainingState
+from service.serving.parameters import DecimalFloat, DecimalInteger
 
 ID_PATTERN = "^[0-9a-f]{32}$"
 _ANNOTATION_FORM = {
@@ -68,7 +69,7 @@ class AnnotationQuery(BaseModel):
         ),
     ] = None
     ignore_label: Annotated[
-        int | None,
+        DecimalInteger | None,
         Field(
             ge=1,
             lt=2**32,
@@ -83,7 +84,9 @@ class AnnotationQuery(BaseModel):
             " except in a rim around the objects."
         ),
     ] = False
-    changes: Annotated[int | None, Field(ge=0, description="Number of corrections that the user made.")] = None
+    changes: Annotated[DecimalInteger | None, Field(ge=0, description="Number of corrections that the user made.")] = (
+        None
+    )
     channel: Annotated[
         str | None, Field(max_length=256, description="Channel, as for `/segment`. Default: the channel of the job.")
     ] = None
@@ -195,7 +198,7 @@ class TrainingRequest(BaseModel):
 
     model: Annotated[str | None, Field(max_length=64)] = None
     annotations: Annotated[list[Annotated[str, Field(pattern=ID_PATTERN)]], Field(min_length=1, max_length=100)]
-    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    minutes: Annotated[DecimalFloat, Field(gt=0, allow_inf_nan=False)]
     name: Annotated[str, Field(pattern="^[a-z0-9][a-z0-9_-]{0,63}$")]
     partial: bool = False
     partial_planes: bool = False

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.messages.headers import set_send_timeout
 from service.core.types import Array, Selection
+from service.serving.parameters import DecimalInteger
 from service.serving.results.planes import MAX_PLANE_BYTES, PLANE_DTYPES, PlaneRange
 
 # Clients that receive planes more slowly than this are disconnected, because planes occupy memory until they are sent.
@@ -45,9 +46,10 @@ PLANES_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 def parse_plane_range(
-    start: Annotated[int, Query(alias="from", ge=0, description="Zero-based index of the first plane.")] = 0,
+    start: Annotated[DecimalInteger, Query(alias="from", ge=0, description="Zero-based index of the first plane.")] = 0,
     stop: Annotated[
-        int | None, Query(alias="to", ge=1, description="Index after the last plane. Default: the end of the axis.")
+        DecimalInteger | None,
+        Query(alias="to", ge=1, description="Index after the last plane. Default: the end of the axis."),
     ] = None,
     step: Annotated[
         str,
@@ -71,12 +73,12 @@ PlaneRangeQuery = Annotated[PlaneRange, Depends(parse_plane_range)]
 
 
 def parse_selection(
-    channel: Annotated[int, Query(ge=0, description="Zero-based index of the channel.")] = 0,
+    channel: Annotated[DecimalInteger, Query(ge=0, description="Zero-based index of the channel.")] = 0,
     scene: Annotated[
-        int | None, Query(ge=0, description="Zero-based index of the image in a file with several images.")
+        DecimalInteger | None, Query(ge=0, description="Zero-based index of the image in a file with several images.")
     ] = None,
     time: Annotated[
-        int | None,
+        DecimalInteger | None,
         Query(ge=0, description="Zero-based index of the time point. Required if the stack has several time points."),
     ] = None,
     axes: Annotated[

@@ -23,6 +23,7 @@ from service.core.errors import StorageUnavailable, UnknownJob
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.jobs.active_job import JobView
 from service.serving.jobs.job_manager import JobManager
+from service.serving.parameters import DecimalInteger
 from service.serving.results.conversion import convert_result
 from service.serving.results.filters import FilteredResult, ObjectFilter, convert_filtered_result
 from service.serving.results.media_types import choose_media_type
@@ -82,7 +83,7 @@ async def submit_job(request: Request, runtime: RuntimeDependency, async_jobs: A
 async def list_jobs(
     request: Request,
     async_jobs: AsyncJobsDependency,
-    limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 100,
+    limit: Annotated[DecimalInteger, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 100,
 ) -> JobList:
     """List the caller's jobs, newest first."""
     views = await run_in_thread(partial(async_jobs.list_newest, get_caller(request), limit))

@@ -17,6 +17,7 @@ from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, Plane
 from service.api.requests.volumes import open_label_volume, open_stack_volume
 from service.core.errors import RateLimited
 from service.core.types import Volume
+from service.serving.parameters import DecimalInteger
 from service.serving.results.planes import PLANE_MEMORY_BUDGET, PlaneRange, PlaneSelection
 from service.serving.runtime import Runtime
 from service.serving.storage.memory_budget import FairMemoryBudget
@@ -38,7 +39,7 @@ RETRY_SECONDS = 1
 StackId = Annotated[str, PathParameter(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
 JobId = Annotated[str, PathParameter(description="The id of the job.", examples=["0f3c1d2ab4e94c1f8f0e6a7d5b9c3e21"])]
 JobTime = Annotated[
-    int | None,
+    DecimalInteger | None,
     Query(
         ge=0,
         description="Zero-based index of the time point in the result. Required if the result has several time points.",

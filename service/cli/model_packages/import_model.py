@@ -17,6 +17,7 @@ from service.cli.model_packages.package_source import add_download_options, list
 from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, ConfigError, MissingKeys
+from service.core.quantities import parse_float, parse_integer
 
 # Persistence for which all maxima of a connected foreground become one object, because probabilities differ by less.
 COMPONENT_PERSISTENCE = 2.0
@@ -35,7 +36,7 @@ def _parse_architecture(text: str) -> dict[str, Any]:
 
 def _parse_normalization(text: str) -> dict[str, Any]:
     kind, _, limits = text.strip().partition(":")
-    numbers = [float(number) for number in limits.split(",")] if limits else []
+    numbers = [parse_float(number) for number in limits.split(",")] if limits else []
     if len(numbers) not in {"percentile": (0, 2), "zscore": (0,), "range": (2,)}.get(kind, ()):
         raise ValueError("expected percentile, percentile:LOW,HIGH, zscore or range:LOW,HIGH")
     return {"kind": kind, **dict(zip(("low", "high"), numbers, strict=False))}
@@ -101,7 +102,7 @@ QUESTIONS = (
         "BasicUNet(spatial_dims=3, in_channels=1, out_channels=2)",
         _parse_architecture,
     ),
-    Question("--channels", "input.channels", "Number of input channels", "1", int, is_optional=True),
+    Question("--channels", "input.channels", "Number of input channels", "1", parse_integer, is_optional=True),
     Question(
         "--normalisation",
         "input.normalisation",
@@ -115,7 +116,7 @@ QUESTIONS = (
         "input.roi_size",
         "Window size Z,Y,X in voxels, equal to the size of the training crops",
         "64,64,64",
-        _make_triple_parser(int),
+        _make_triple_parser(parse_integer),
     ),
     Question(
         "--outputs",
@@ -154,16 +155,11 @@ QUESTIONS = (
         "input.voxel_size",
         "Voxel size Z,Y,X in micrometers to which stacks are resampled, or 'none' to keep the original resolution",
         "0.5,0.2,0.2",
-        lambda text: None if text.strip() == "none" else _make_triple_parser(float)(text),
+        lambda text: None if text.strip() == "none" else _make_triple_parser(parse_float)(text),
         is_optional=True,
     ),
     Question(
-        "--diameter",
-        "input.diameter",
-        "Diameter of the objects in the training data, in voxels",
-        "20",
-        float,
-        is_optional=True,
+        "--diameter", "input.diameter", "Diameter of training objects, in voxels", "20", parse_float, is_optional=True
     ),
 )
 

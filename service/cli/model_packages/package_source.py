@@ -10,6 +10,7 @@ from pathlib import Path
 
 from service.cli.model_packages.download import DEFAULT_MAX_BYTES, Downloader, check_sha256
 from service.cli.model_packages.remote_package import COLLECTION_URL, RemotePackage, is_remote
+from service.cli.options import integer
 from service.cli.progress import show_progress
 
 
@@ -18,7 +19,7 @@ def add_download_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sha256", metavar="HEX", help="Expected SHA-256 of the file")
     parser.add_argument(
         "--max-bytes",
-        type=int,
+        type=integer,
         default=DEFAULT_MAX_BYTES,
         metavar="N",
         help="Maximum size of a downloaded file in bytes (default: %(default)s)",

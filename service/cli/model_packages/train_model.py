@@ -10,11 +10,10 @@ from service.cli.models import choose_model
 from service.cli.segmentation.parameters import use_option_names
 from service.core.config import Settings, override_settings
 from service.core.errors import BadParameter
-from service.core.quantities import VoxelSize, parse_diameter, parse_index_or_name
+from service.core.quantities import VoxelSize, parse_diameter, parse_index_or_name, parse_voxel_size
 from service.core.sections.computing import Training
 from service.core.types import Selection
 from service.models.spec import ModelSpec, get_target
-from service.serving.parameters import parse_voxel_size
 from service.training.fine_tune import MAX_STEPS, FineTuningTask, check_output_folder, fine_tune
 from service.training.stacks.annotated_stack import (
     AnnotatedStack,
@@ -100,5 +99,5 @@ def _make_label_options(options: argparse.Namespace, base: ModelSpec | None) -> 
 def _parse_voxel_size(text: str) -> VoxelSize:
     try:
         return parse_voxel_size(text)
-    except ValueError as error:
+    except BadParameter as error:
         raise BadParameter(f"--voxel-size: {error}.") from error

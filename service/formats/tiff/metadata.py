@@ -341,4 +341,9 @@ def _get_value_notes(page: TiffPage) -> tuple[str, ...]:
         return ("The pixels are integers of 24 bits. They are read with the most significant byte first.",)
     # tifffile reports a missing tag as 0.
     note = _VALUE_NOTES.get(page.tags.valueof("PhotometricInterpretation", None))
-    return () if note is None else (note,)
+    missing = str(page.tags.valueof("GDAL_NODATA", "nan")).strip(" \0")[:32]
+    missing_note = (
+        f"The file marks pixels with the value {missing} as missing (tag GDAL_NODATA). They are used as intensities, so"
+        " set them to the intensity of the background."
+    )
+    return tuple(filter(None, [note, "" if missing.lower() in {"nan", "0"} else missing_note]))

@@ -62,7 +62,8 @@ def open_stack(stream: BinaryIO, selection: Selection, limit_bytes: int) -> Open
         tiff = series.open_pages(stream)
         image = series.find_image(tiff, structure, selection)
         if selection.is_labels:
-            check_lossless(image.page)
+            for page in image.pages:
+                check_lossless(page)
         layout = axes.resolve_axes(image.axes, image.shape, selection.axes, image.metadata_problem)
         channel_names = _get_channel_names(image, layout)
         part = axes.select_part(layout, channel_names, selection)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from service.core.errors import BadFile, BadParameter, TooLarge
-from service.core.quantities import TimeInterval
+from service.core.quantities import TimeInterval, convert_to_float
 from service.core.types import Array, Selection
 from service.formats import axes
 from service.formats.axes import Layout, make_scene_error, select_scene
@@ -22,6 +22,7 @@ from service.formats.open_stack import OpenStack
 from service.formats.placement import Placement, StoreBlock, check_size
 from service.formats.sampling import Calibration, parse_time_interval
 from service.formats.tiff.planes import missing
+from service.formats.tiff.planes.decompression import make_lossy_error
 from service.formats.tiff.planes.stored_image import DECODING_ERRORS
 from service.formats.tiff.unsupported_formats import FIJI_ADVICE
 
@@ -45,6 +46,7 @@ class Scene(ABC):
     colors         one color per channel, as in `Description.colours`
     stored_planes  positions [n, d] of the planes in the file along the first d axes, without duplicates, if some of the
                    planes may be missing; otherwise None
+    lossy_compression  name of a compression of some planes that can change pixel values, or ""
     """
 
     container: str
@@ -57,6 +59,7 @@ class Scene(ABC):
     channel_names: tuple[str, ...] = ()
     colors: tuple[str, ...] = ()
     stored_planes: Array | None = None
+    lossy_compression: str = ""
 
     @abstractmethod
     def read_plane(self, position: dict[str, int]) -> Array:
@@ -77,7 +80,7 @@ class SceneFile(NamedTuple):
 def parse_number(value: Any) -> float:
     """Return a number, or NaN for any other value. Invalid sizes, times and colors do not make a file unreadable."""
     try:
-        return float(value)
+        return convert_to_float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -161,6 +164,8 @@ def open_scene(file: SceneFile, selection: Selection, limit_bytes: int) -> Vendo
     if len(file.names) > MAX_SCENES:
         raise TooLarge(f"The file has {len(file.names)} scenes. At most {MAX_SCENES} are supported.")
     index, scene = _open_scene(file, selection.scene)
+    if selection.is_labels and scene.lossy_compression:
+        raise make_lossy_error(scene.lossy_compression)
     if scene.stored_planes is not None:
         _crop_to_stored_planes(scene, scene.stored_planes, allow_incomplete=selection.allow_incomplete)
     layout = axes.resolve_axes(scene.axes, scene.shape, selection.axes)

@@ -42,6 +42,7 @@ class CziScene(Scene):
         if len(pixel_types) > 1:
             raise BadFile("The channels have different data types. Export the image as an OME-TIFF.")
         self._pixel_type = int(pixel_types[0])
+        self.lossy_compression = blocks.find_lossy_compression()
         self.dtype, num_samples = get_pixel_format(self._pixel_type)
         ranges = [blocks.get_range(axis) for axis in AXES]
         self._origin = np.array([start for start, _ in ranges])

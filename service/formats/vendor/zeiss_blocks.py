@@ -33,6 +33,8 @@ _PIXEL_TYPES = {
 }
 _JPEG = 1
 _JPEG_XR = 4
+# Compressions that can change pixel values.
+LOSSY_COMPRESSIONS = {_JPEG: "JPEG", _JPEG_XR: "JPEG XR"}
 _ZSTD1 = 6
 _SEGMENT_HEADER = struct.Struct("<16sqq")
 # Position of the directory and of the metadata in the file, after versions, GUIDs and the number of the file part.
@@ -63,12 +65,14 @@ class Directory:
     """Subblocks of a file.
 
     pixel_types, positions  pixel type and offset in the file of each subblock, arrays [n]
+    compressions            compression of each subblock, array [n]
     starts, sizes           first index and number of indices of each subblock along each axis, arrays [n] by axis
     stored_sizes            like `sizes`, but the number of stored pixels; smaller for a downsampled subblock
     """
 
     pixel_types: Array
     positions: Array
+    compressions: Array
     starts: dict[str, Array]
     sizes: dict[str, Array]
     stored_sizes: dict[str, Array]
@@ -78,11 +82,16 @@ class Directory:
         return Directory(
             self.pixel_types[selection],
             self.positions[selection],
+            self.compressions[selection],
             *(
                 {axis: values[selection] for axis, values in columns.items()}
                 for columns in (self.starts, self.sizes, self.stored_sizes)
             ),
         )
+
+    def find_lossy_compression(self) -> str:
+        """Return the name of a compression that can change pixel values, or "" if no subblock has one."""
+        return next((name for code, name in LOSSY_COMPRESSIONS.items() if (self.compressions == code).any()), "")
 
     def get_start(self, axis: str) -> Array:
         """Return the first index of each subblock along an axis, or zeros if the file does not have the axis."""
@@ -194,7 +203,8 @@ def _combine_tables(tables: Sequence[Array]) -> Directory:
     stored_sizes = {axis: np.where(stored == 0, sizes[axis], stored) for axis, stored in columns["stored_size"].items()}
     if any((size < 1).any() for size in sizes.values()):
         raise BadFile("The directory of the subblocks is damaged: a subblock is empty. Copy or export the file again.")
-    return Directory(entries["pixel_type"], entries["position"], columns["start"], sizes, stored_sizes)
+    pixel_types, positions, compressions = (entries[name] for name in ("pixel_type", "position", "compression"))
+    return Directory(pixel_types, positions, compressions, columns["start"], sizes, stored_sizes)
 
 
 def _combine_columns(tables: Sequence[Array]) -> dict[str, dict[str, Array]]:
@@ -213,7 +223,7 @@ def _combine_columns(tables: Sequence[Array]) -> dict[str, dict[str, Array]]:
 
 
 def _decode_tile(data: bytes, compression: int, dtype: np.dtype[Any], shape: tuple[int, int, int]) -> Array:
-    if compression in {_JPEG, _JPEG_XR}:
+    if compression in LOSSY_COMPRESSIONS:
         if compression == _JPEG and shape[2] > 1:
             raise BadFile("Color images with JPEG compression are not supported. Export the image as an OME-TIFF.")
         decode = imagecodecs.jpeg8_decode if compression == _JPEG else imagecodecs.jpegxr_decode

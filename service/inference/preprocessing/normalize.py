@@ -40,6 +40,9 @@ _DTYPES_EXACT_IN_FLOAT32 = (np.uint8, np.int8, np.uint16, np.int16, np.float16, 
 # Maximum magnitude of normalized values. If almost all pixels are equal, a single hot pixel would otherwise become
 # infinite and affect the whole window.
 MAX_MAGNITUDE = 1e6
+# Maximum difference between adjacent numbers in float64 near the intensities, as a fraction of their scale. Integers of
+# 64 bits with a large offset exceed it.
+MAX_STEP = 2.0**-10
 
 
 @dataclass(frozen=True)
@@ -258,11 +261,19 @@ def normalize_volume(
 
 
 def describe_limited_pixels(extremes: Iterable[float], scaling: IntensityScaling) -> Iterator[str]:
-    """Yield a note if normalized pixels exceed `MAX_MAGNITUDE`. `extremes` contains the extremes of all pixels."""
-    if scaling.scale == 0 or scaling.maximum != MAX_MAGNITUDE:
+    """Yield notes if normalized pixels exceed `MAX_MAGNITUDE`, or if float64 does not distinguish their intensities.
+
+    `extremes` contains the extremes of all pixels.
+    """
+    if scaling.scale == 0:
         return
     farthest = max(extremes, key=lambda value: abs(value - scaling.offset))
-    if abs(farthest - scaling.offset) > MAX_MAGNITUDE * abs(scaling.scale):
+    if (step := float(np.spacing(abs(scaling.offset)))) > max(1, MAX_STEP * abs(scaling.scale)):
+        yield (
+            f"The image has pixels with values such as {farthest:.17g}, of which differences below {step:.3g} are lost."
+            " Labels may be wrong. Subtract the lowest intensity from the image, and segment it again."
+        )
+    if scaling.maximum == MAX_MAGNITUDE and abs(farthest - scaling.offset) > MAX_MAGNITUDE * abs(scaling.scale):
         yield (
             f"The image has pixels with the value {farthest:.3g}, far from the other intensities. Labels near these"
             " pixels may be wrong, and there may be false objects. Set these pixels to the intensity of the background,"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from service.core.buffers import allocate_on_disk
 from service.core.errors import BadParameter
 from service.core.files.zip_archive import add_file
-from service.core.quantities import TimeRange, parse_time
+from service.core.quantities import TimeRange, parse_float, parse_time
 from service.core.types import Array, Segmentation, Selection, Volume
 from service.formats.sandbox.reader import Reader
 from service.formats.tiff import writer as tiff_writer
@@ -43,7 +43,7 @@ class ColumnLimit(NamedTuple):
         """Parse a limit such as `confidence:0.8:`. Raises BadParameter."""
         try:
             column, low, high = text.split(":")
-            limit = cls(column, float(low or "-inf"), float(high or "inf"))
+            limit = cls(column, parse_float(low) if low else -math.inf, parse_float(high) if high else math.inf)
         except ValueError:
             limit = cls("", math.nan, math.nan)
         if not limit.column or not limit.low <= limit.high:

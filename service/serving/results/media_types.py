@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from service.core.errors import BadParameter
+from service.core.quantities import parse_float
 from service.serving.results.metadata import ResultMetadata
 
 TIFF_TYPE = "image/tiff"
@@ -98,7 +99,7 @@ def _parse_accept_header(accept_header: str) -> dict[str, tuple[float, int]]:
         media_range, *parameters = (token.strip().lower() for token in element.split(";"))
         qualities = (token[2:] for token in parameters if token.startswith("q="))
         try:
-            quality = float(next(qualities, "1"))
+            quality = parse_float(next(qualities, "1"))
         except ValueError:
             quality = 1.0
         ranks.setdefault(media_range, (quality, -position))

@@ -150,6 +150,13 @@ def convert_labels(labels: NDArray[Any], name: str) -> NDArray[Any]:
         whole_numbers = np.nan_to_num(labels, nan=-1.0, posinf=-1.0, neginf=-1.0).astype(np.int64)
         if not np.array_equal(whole_numbers, labels):
             raise BadParameter(f"{name}: the labels must be whole numbers, one for each object, and 0 for background.")
+        # From this number on, a float of this type cannot represent all labels, so objects may have been merged.
+        limit = 2 ** (np.finfo(labels.dtype).nmant + 1)
+        if whole_numbers.max(initial=0) > limit:
+            raise BadParameter(
+                f"{name}: labels of type {labels.dtype} are exact only up to {limit}, but the largest label is"
+                f" {whole_numbers.max()}. Save the labels as integers."
+            )
         labels = whole_numbers
     if labels.size and labels.min() < 0:
         raise BadParameter(f"{name}: the labels must not be negative. The smallest label is {labels.min()}.")

@@ -139,7 +139,7 @@ def test_labels_are_accepted_in_all_supported_formats(
         (encode_npy()[:20], {}, ".npy"),
         (np.lib.format.MAGIC_PREFIX + b"\2\0" + struct.pack("<I", 2**32 - 1), {}, "memory"),
         (as_tiff(np.zeros((7, 16, 20), np.uint16), compression="zlib"), {}, "larger"),
-        (as_tiff(TRUTH.astype(np.uint8), imagej=False, compression="jpeg"), {}, "JPEG, which changes label numbers"),
+        (as_tiff(TRUTH.astype(np.uint8), imagej=False, compression="jpeg"), {}, "JPEG, which can change label numbers"),
         (as_tiff(np.zeros((3, 2, 8, 10), np.uint8), metadata={"axes": "ZCYX"}), {}, "2 channels"),
         (as_tiff(TRUTH[:5].astype(np.uint8)), {}, "5x8x10"),
         (b"", {}, "no file"),

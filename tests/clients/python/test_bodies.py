@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,3 +96,39 @@ def test_paths_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "stack.tif").write_bytes(b"II")
     assert make_body("~/stack.tif").nbytes == 2
+
+
+class NamedArray:
+    """An array that names its dimensions, like xarray.DataArray or zarr.Array."""
+
+    def __init__(self, array: NDArray[Any], names: tuple[str, ...], *, is_zarr: bool = False) -> None:
+        self._array, self.shape = array, array.shape
+        if is_zarr:
+            self.metadata = SimpleNamespace(dimension_names=names)
+        else:
+            self.dims = names
+
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        return self._array[index]
+
+
+@pytest.mark.parametrize("is_zarr", [False, True])
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (("x", "y", "z"), "XYZ"),
+        (("T", "C", "Z", "Y", "X"), "TCZYX"),
+        (("time", "depth", "height", "width"), "TZYX"),
+        (("plane", "row", "column"), "ZYX"),
+        (("z", "z", "x"), "ZYX"),
+        (("a", "b", "c", "d"), None),
+    ],
+)
+def test_arrays_that_name_their_axes_are_sent_with_them(
+    names: tuple[str, ...], axes: str | None, is_zarr: bool
+) -> None:
+    array = np.arange(2 ** len(names), dtype=np.uint16).reshape((2,) * len(names))
+    content = b"".join(ArrayBody(NamedArray(array, names, is_zarr=is_zarr)).read_blocks())
+    with tifffile.TiffFile(io.BytesIO(content)) as tiff:
+        assert tiff.shaped_metadata is not None
+        assert tiff.shaped_metadata[0].get("axes") == axes

@@ -636,6 +636,13 @@ def test_orientation_tag_is_noted_and_not_applied(write_tiff: WriteTiff, orienta
     np.testing.assert_array_equal(read_pixels(path)[0], stack)
 
 
+@pytest.mark.parametrize(("value", "is_noted"), [("-9999", True), ("65535 ", True), ("nan", False), ("0", False)])
+def test_values_that_the_file_marks_as_missing_are_noted(write_tiff: WriteTiff, value: str, is_noted: bool) -> None:
+    path = write_tiff(noise(3, 9, 11, dtype="f4"), extratags=[(42113, "s", 0, value, True)])
+    notes = " ".join(stack_reader.inspect(path, DEFAULT_SELECTION, LIMIT).notes)
+    assert (f"pixels with the value {value.strip()} as missing" in notes) == is_noted
+
+
 @pytest.mark.parametrize("tag_type", [1, 2, 7])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-8-sig"])
 def test_ome_xml_in_another_encoding_is_read_or_refused(tmp_path: Path, encoding: str, tag_type: int) -> None:

@@ -123,6 +123,17 @@ def test_zstd_is_decoded(tmp_path: Path, stack: np.ndarray, compression: int, he
     np.testing.assert_array_equal(read(path)[0, 0], plane)
 
 
+@pytest.mark.parametrize(("compression", "name"), [(1, "JPEG"), (4, "JPEG XR")])
+def test_labels_with_lossy_compression_are_refused(
+    tmp_path: Path, stack: np.ndarray, compression: int, name: str
+) -> None:
+    planes = [Block({"Z": z}, stack[0, 0, z], *((compression, b"") if z else ())) for z in range(2)]
+    path = write_czi(tmp_path / "labels.czi", planes)
+    with pytest.raises(BadFile, match=f"compressed with {name}, which"):
+        stack_reader.inspect(path, Selection(is_labels=True), LIMIT)
+    assert stack_reader.inspect(path, Selection(), LIMIT).shape[1] == 2
+
+
 def test_colors_are_stored_in_reverse_order(tmp_path: Path, reader: Reader) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (5, 6, 3)).astype(np.uint8)
     path = write_czi(tmp_path / "color.czi", [Block({}, pixels)])

@@ -79,6 +79,14 @@ def test_pixels_that_are_limited_to_the_maximum_magnitude_are_noted(bands, dtype
     assert any(f"pixels with the value {extreme:.3g}" in note for note in notes) == is_noted
 
 
+@pytest.mark.parametrize(("offset", "is_noted"), [(0, False), (2**40, False), (2**60, True)])
+def test_intensities_that_are_not_distinguished_are_noted(bands, offset, is_noted):
+    pixels = np.random.default_rng(0).integers(0, 3000, (1, 8, 16, 16)) + offset
+    notes = prepare(Volume.from_array(pixels), replace_input(bands, normalisation=PERCENTILE)).notes
+    assert [note for note in notes if "differences below 256 are lost" in note] == list(notes)
+    assert bool(notes) == is_noted
+
+
 def test_few_bright_pixels_on_a_flat_background_stay_visible():
     pixels = np.zeros((4, 50, 50), np.uint16)
     pixels[2, 3, 4] = 1000

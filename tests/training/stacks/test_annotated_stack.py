@@ -140,6 +140,14 @@ def test_labels_must_be_whole_numbers() -> None:
             convert_labels(labels, "a")
 
 
+@pytest.mark.parametrize(("dtype", "largest"), [(np.float16, 2**11), (np.float32, 2**24), (np.float64, 2**53)])
+def test_float_labels_that_may_have_been_rounded_are_refused(dtype: type, largest: int) -> None:
+    assert convert_labels(np.array([largest], dtype), "a").tolist() == [largest]
+    with pytest.raises(BadParameter, match=f"exact only up to {largest}"):
+        convert_labels(np.array([largest * 4], dtype), "a")
+    assert convert_labels(np.array([2**60 + 1], np.uint64), "a").tolist() == [2**60 + 1]
+
+
 def test_default_diameter_is_in_micrometers_if_all_voxel_sizes_are_known() -> None:
     pixels = np.zeros((1, 2, 3, 4), np.uint8)
     known, unknown = Volume.from_array(pixels, VOXEL_SIZE), Volume.from_array(pixels)

@@ -15,6 +15,7 @@ from xml.etree.ElementTree import Element, ParseError
 from defusedxml import DefusedXmlException  # type: ignore[import-untyped]
 from defusedxml.ElementTree import fromstring  # type: ignore[import-untyped]
 
+from service.core import quantities
 from service.core.errors import BadFile
 
 
@@ -80,7 +81,7 @@ def parse_integer(element: Element, attribute: str, default: int | None = None) 
     if text is None and default is not None:
         return default
     try:
-        value = int(text or "")
+        value = quantities.parse_integer(text or "")
     except ValueError:
         value = -1
     if value < 0:

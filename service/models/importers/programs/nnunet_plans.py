@@ -122,7 +122,13 @@ def _read_axes(plans: Fields) -> tuple[int, int, int]:
     axes = plans.get("transpose_forward")
     if not isinstance(axes, list) or sorted(map(repr, axes)) != ["0", "1", "2"]:
         raise UnsupportedPackage(f"transpose_forward: expected a permutation of 0, 1, 2, not {axes!r:.80}.")
-    return axes.index(0), axes.index(1), axes.index(2)
+    inverse = axes.index(0), axes.index(1), axes.index(2)
+    backward = plans.get("transpose_backward")
+    if backward not in (None, list(inverse)):
+        raise UnsupportedPackage(
+            f"transpose_backward: expected {list(inverse)}, the inverse of transpose_forward, not {backward!r:.80}."
+        )
+    return inverse
 
 
 def _resolve(plans: Fields, name: str) -> Fields:

@@ -157,6 +157,10 @@ INVALID_PLANS: dict[str, tuple[Callable[[Any], object], str]] = {
     "no parent": (set_key("inherits_from", "missing"), "configurations.missing: it is missing"),
     "spacing": (set_key("spacing", [1, 1, -1]), "three positive numbers"),
     "transposition": (lambda plans: plans.update(transpose_forward=[0, 0, 2]), "permutation of 0, 1, 2"),
+    "inverse": (
+        lambda plans: plans.update(transpose_forward=[2, 0, 1], transpose_backward=[2, 0, 1]),
+        r"transpose_backward: expected \[1, 2, 0\]",
+    ),
     "stride": (set_argument("strides", [[10**9, 1, 1], [2, 2, 2], [1, 2, 2]]), r"strides: .*from 1 to 64"),
     "strides": (set_argument("strides", [[64, 64, 64]] * 3), "not a multiple of the strides"),
     "features": (set_argument("features_per_stage", [10**12] * 3), "features_per_stage: .*1 to 16384"),
