@@ -45,6 +45,11 @@ MAX_ENLARGEMENT = 2.8**3
 # Maximum absolute log-odds of a result that the confidence of its objects depends on.
 MAX_RESULT_LOG_ODDS = 2.0
 
+# Minimum fraction of a stack that a single object fills if no background is visible, and the maximum confidence in this
+# object. Whether it has the outline of a true object cannot be seen.
+FILLED_FRACTION = 0.9
+MAX_CONFIDENCE_WITHOUT_BACKGROUND = 0.3
+
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
 
@@ -151,6 +156,19 @@ def calibrate_objects(objects: Objects, spec: ModelSpec) -> Objects:
     features = measure_object_features(objects, spec.input.diameter, spec.confidence)
     log_odds = model.intercept + features @ np.array([model.certainty, model.peak, model.size, model.result])
     return replace(objects, match_probability=_logistic(log_odds).astype(np.float32))
+
+
+def limit_confidence(objects: Objects, labels: NDArray[np.unsignedinteger]) -> Objects:
+    """Return objects from `calibrate_objects`, with a low confidence if there is only one and it fills the stack.
+
+    labels  labels of the stack, [Z, Y, X]
+    """
+    if objects.match_probability is None or len(objects) != 1:
+        return objects
+    if np.count_nonzero(labels) < FILLED_FRACTION * labels.size:
+        return objects
+    limit = np.float32(MAX_CONFIDENCE_WITHOUT_BACKGROUND)
+    return replace(objects, match_probability=np.minimum(objects.match_probability, limit))
 
 
 def estimate_f1(match_probability: NDArray[np.floating]) -> float | None:
