@@ -133,9 +133,9 @@ def _logistic(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
 def measure_object_features(
     objects: Objects, expected_diameter: float, calibration: Calibration
 ) -> NDArray[np.float64]:
-    """Return the features of each object [N, 4], in the order of the coefficients of `ObjectCalibration`."""
+    """Return the features of each object [N, 5], in the order of the coefficients of `ObjectCalibration`."""
     if not len(objects):
-        return np.zeros((0, 4))
+        return np.zeros((0, 5))
     probabilities = np.minimum(objects.confidence.astype(np.float64), MAX_FOREGROUND_PROBABILITY)
     diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
     result_log_odds = compute_log_odds(objects, expected_diameter, calibration)
@@ -145,6 +145,7 @@ def measure_object_features(
             np.nan_to_num(objects.peaks.astype(np.float64)),
             np.abs(np.log(diameters / expected_diameter)),
             np.full(len(objects), np.clip(result_log_odds, -MAX_RESULT_LOG_ODDS, MAX_RESULT_LOG_ODDS)),
+            np.maximum(np.log(compute_typical_diameter(objects) / diameters), 0.0),
         ]
     )
 
@@ -154,7 +155,8 @@ def calibrate_objects(objects: Objects, spec: ModelSpec) -> Objects:
     if spec.confidence is None or (model := spec.confidence.objects) is None or spec.input.diameter is None:
         return objects
     features = measure_object_features(objects, spec.input.diameter, spec.confidence)
-    log_odds = model.intercept + features @ np.array([model.certainty, model.peak, model.size, model.result])
+    weights = np.array([model.certainty, model.peak, model.size, model.result, model.fragment])
+    log_odds = model.intercept + features @ weights
     return replace(objects, match_probability=_logistic(log_odds).astype(np.float32))
 
 
