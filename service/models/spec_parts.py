@@ -100,8 +100,8 @@ class ObjectCalibration(FrozenModel):
     peak        coefficient of the distance at the peak of the object
     size        coefficient of the absolute logarithm of the ratio between the diameters of object and model
     result      coefficient of the log-odds of all objects of the result, `Calibration.intercept` and the terms after it
-    fragment    coefficient of the logarithm of the ratio between the diameters of a typical object of the result and the
-                object; 0 for objects that are larger
+    fragment    coefficient of the logarithm of the ratio between the diameters of a typical object of the result and
+                this object; the logarithm is 0 for objects that are larger
     threshold   expected F1 below which a result causes a warning
     """
 
