@@ -50,6 +50,9 @@ NEWTON_STEPS = 50
 # to the regularization.
 EFFECTIVE_OBJECTS = 5.0
 SIZE_COLUMN = 2
+FRAGMENT_COLUMN = 4
+# Models for which the fit uses how much smaller an object is than a typical one of the result.
+FRAGMENT_MODELS = ("membranes", "nuclei")
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -124,6 +127,8 @@ class Design(NamedTuple):
         )
         # The size is not used: small objects are often right in this data, which would raise confidence in huge ones.
         features[:, SIZE_COLUMN] = 0.0
+        if spec.name not in FRAGMENT_MODELS:
+            features[:, FRAGMENT_COLUMN] = 0.0
         return cls(
             features,
             np.concatenate([sample.matched for sample in samples]),
@@ -210,7 +215,7 @@ def report(samples: Sequence[Sample], spec: ModelSpec) -> tuple[list[str], dict[
     design = Design.of(samples, spec)
     confidences = design.cross_validate()
     lines = ["  objects:"]
-    names = ("intercept", "certainty", "peak", "size", "result")
+    names = ("intercept", "certainty", "peak", "size", "result", "fragment")
     coefficients = design.fit(np.ones(len(design.matched), np.bool_))
     lines += [f"    {name}: {value:.2f}" for name, value in zip(names, coefficients, strict=True)]
     probabilities = np.concatenate([sample.objects.confidence for sample in samples]).astype(np.float64)

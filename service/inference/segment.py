@@ -17,7 +17,12 @@ from service.core.types import Options, PostprocessingOptions, Segmentation, Vol
 from service.inference.decoding.decoders import Decoder
 from service.inference.decoding.postprocessing import apply_postprocessing, compute_min_voxels
 from service.inference.diameter.advice import Correction, Evidence, are_flat, find_correction
-from service.inference.diameter.confidence import ConfidenceAssessment, assess_objects, calibrate_objects
+from service.inference.diameter.confidence import (
+    ConfidenceAssessment,
+    assess_objects,
+    calibrate_objects,
+    limit_confidence,
+)
 from service.inference.diameter.window_selection import select_high_contrast_windows
 from service.inference.preprocessing.empty_windows import SkipResult, make_empty_window_filter
 from service.inference.preprocessing.normalize import NormalizedImage, normalize_volume
@@ -245,7 +250,8 @@ def _decode(call: _Call, decoder: Decoder, plan: Plan) -> Segmentation:
         segmentation = resample_segmentation(decoder.finish(), call.volume.shape[1:], min_voxels)
         if segmentation.objects is None:
             return segmentation
-        return replace(segmentation, objects=calibrate_objects(segmentation.objects, call.runner.spec))
+        objects = calibrate_objects(segmentation.objects, call.runner.spec)
+        return replace(segmentation, objects=limit_confidence(objects, segmentation.pixels))
 
 
 def _assess_confidence(

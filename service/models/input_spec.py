@@ -29,6 +29,8 @@ class Input(FrozenModel):
     roi_multiple       window sizes in requests must be multiples of these numbers (z, y, x); None if requests cannot
                        override the window, because the network is not fully convolutional
     tiling             program whose positions and Gaussian weights of windows are used
+    padding            padding of volumes that are shorter than the window along two or three axes: zeros, or mirror
+                       images of the volume. Volumes that are short along only one axis are padded with zeros
     resampling         how volumes are resampled to `voxel_size`: linearly, with labels from the nearest voxel, or as in
                        nnU-Net, with cubic splines, and with scores that are resampled before they become labels
     crop_zeros         whether planes of zeros at the faces of a volume are removed first and become background
@@ -46,6 +48,7 @@ class Input(FrozenModel):
     roi_size: tuple[PositiveInt, PositiveInt, PositiveInt]
     roi_multiple: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     tiling: Literal["monai", "nnunet"] = "monai"
+    padding: Literal["zeros", "mirror"] = "zeros"
     resampling: Literal["linear", "nnunet"] = "linear"
     crop_zeros: bool = False
     mirror_axes: tuple[Literal["z", "y", "x"], ...] | None = None

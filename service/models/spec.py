@@ -185,7 +185,7 @@ class ModelSpec(FrozenModel):
         if isinstance(self.decoding, Flows):
             return Tiling("cellpose", is_fixed=self.decoding.tiles == "fixed")
         if not isinstance(self.decoding, StarConvex):
-            return Tiling(self.input.tiling)
+            return Tiling(self.input.tiling, is_mirrored=self.input.padding == "mirror")
         return Tiling("stardist", self.input.roi_multiple or self.decoding.grid, self.decoding.grid)
 
     def get_activation(self, output: str) -> ActivationName:
@@ -271,8 +271,8 @@ class ModelSpec(FrozenModel):
         decoding = self.decoding
         if not isinstance(decoding, StarConvex):
             return self
-        if (self.input.tiling, self.input.resampling) != ("monai", "linear"):
-            raise ValueError("input.tiling and input.resampling do not apply to `decoding.kind: star-convex`")
+        if (self.input.tiling, self.input.padding, self.input.resampling) != ("monai", "zeros", "linear"):
+            raise ValueError("input.tiling, padding and resampling do not apply to `decoding.kind: star-convex`")
         count, required_count = len(self.outputs), 1 + decoding.rays.count
         if count != required_count:
             raise ValueError(f"outputs: {decoding.rays.count} rays require {required_count} outputs, not {count}")
@@ -288,8 +288,9 @@ class ModelSpec(FrozenModel):
         keys = self.input
         if not isinstance(self.decoding, Flows):
             return self
-        if (keys.tiling, keys.resampling, keys.voxel_size, keys.roi_multiple) != ("monai", "linear", None, None):
-            raise ValueError("tiling, resampling, voxel_size and roi_multiple do not apply to `decoding.kind: flows`")
+        names = ("tiling", "padding", "resampling", "voxel_size", "roi_multiple")
+        if tuple(getattr(keys, name) for name in names) != ("monai", "zeros", "linear", None, None):
+            raise ValueError(f"{', '.join(names)} do not apply to `decoding.kind: flows`")
         activations = [self.get_activation(name) for name in self.outputs]
         if keys.diameter is None or activations != ["sigmoid", "none", "none", "none"]:
             raise ValueError("`decoding.kind: flows` requires input.diameter, a sigmoid output and three flows (none)")

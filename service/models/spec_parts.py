@@ -69,19 +69,21 @@ TilingName = Literal["monai", "nnunet", "stardist", "cellpose"]
 class Tiling(NamedTuple):
     """How windows are placed on a volume.
 
-    name       program whose positions and weights of windows are used. MONAI moves the last window back, so it overlaps
-               more than the others. The other programs increase the overlap of all windows equally. Windows of Cellpose
-               are tiles of planes, which overlap along y and x only.
-    alignment  the first voxels of all windows are multiples of these numbers (z, y, x), which also divide the window
-    step       number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
-    is_fixed   whether tiles of Cellpose keep their size if a plane is smaller; otherwise they have the size of the
-               plane, with padding
+    name         program whose positions and weights of windows are used. MONAI moves the last window back, so it
+                 overlaps more than the others. The other programs increase the overlap of all windows equally. Windows
+                 of Cellpose are tiles of planes, which overlap along y and x only.
+    alignment    the first voxels of all windows are multiples of these numbers (z, y, x), which also divide the window
+    step         number of voxels along (z, y, x) that one score stands for; these numbers divide the alignment
+    is_fixed     whether tiles of Cellpose keep their size if a plane is smaller; otherwise they have the size of the
+                 plane, with padding
+    is_mirrored  whether volumes that are shorter than a window along two or three axes are padded with mirror images
     """
 
     name: TilingName = "monai"
     alignment: tuple[int, int, int] = (1, 1, 1)
     step: tuple[int, int, int] = (1, 1, 1)
     is_fixed: bool = False
+    is_mirrored: bool = False
 
 
 # Windows as MONAI places them.
@@ -98,6 +100,8 @@ class ObjectCalibration(FrozenModel):
     peak        coefficient of the distance at the peak of the object
     size        coefficient of the absolute logarithm of the ratio between the diameters of object and model
     result      coefficient of the log-odds of all objects of the result, `Calibration.intercept` and the terms after it
+    fragment    coefficient of the logarithm of the ratio between the diameters of a typical object of the result and
+                this object; the logarithm is 0 for objects that are larger
     threshold   expected F1 below which a result causes a warning
     """
 
@@ -106,6 +110,7 @@ class ObjectCalibration(FrozenModel):
     peak: float
     size: float
     result: float
+    fragment: float = 0.0
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.5
 
 

@@ -119,6 +119,18 @@ def test_embryos_finds_the_nuclei_of_an_unseen_embryo(specs: dict[str, ModelSpec
 
 
 @pytest.mark.parametrize("name", ["embryos", "membranes", "nuclei"])
+def test_small_stacks_without_objects_cause_a_warning(specs: dict[str, ModelSpec], name: str) -> None:
+    """Within zeros, a stack that is smaller than a window would look like one object."""
+    runner, rng = make_eager_runner(specs[name]), np.random.default_rng(17)
+    for size in ((16, 16, 16), (32, 32, 32), (64, 20, 20), rng.integers(8, 64, 3).tolist()):
+        ramp = np.linspace(0, 1000, size[2]) + rng.normal(0, 30, size)
+        for image in (rng.poisson(20, size), ramp):
+            result = segment(runner, Volume.from_array(image[None].astype(np.float32)), Options())
+            assert result.quality_warning is not None, (size, result.confidence)
+            assert (result.confidence or 0.0) <= 0.5
+
+
+@pytest.mark.parametrize("name", ["embryos", "membranes", "nuclei"])
 def test_calibrated_confidence_is_low_for_other_objects(specs: dict[str, ModelSpec], name: str) -> None:
     """The expected F1 of a stack that the model is made for is close to F1. Other objects cause a warning."""
     spec = specs[name]

@@ -139,6 +139,7 @@ def test_scores_of_star_convex_models_may_be_coarser_than_voxels(tmp_path: Path)
         ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [1, 3, 3]}}, "multiples of decoding.grid"),
         ({"decoding": {"kind": "star-convex", "rays": RAYS, "grid": [0, 1, 1]}}, "greater than 0"),
         ({"input": INSTANCES["input"] | {"tiling": "nnunet"}}, "do not apply"),
+        ({"input": INSTANCES["input"] | {"padding": "mirror"}}, "do not apply"),
         ({"activation": "sigmoid"}, "need the activation none"),
         ({"activation": "softmax"}, "need the activation none"),
         ({"activation": {"probability": "sigmoid"}}, "one function for each of the outputs"),

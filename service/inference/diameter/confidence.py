@@ -45,6 +45,11 @@ MAX_ENLARGEMENT = 2.8**3
 # Maximum absolute log-odds of a result that the confidence of its objects depends on.
 MAX_RESULT_LOG_ODDS = 2.0
 
+# Minimum fraction of a stack that a single object fills if no background is visible, and the maximum confidence in this
+# object. Whether it has the outline of a true object cannot be seen.
+FILLED_FRACTION = 0.9
+MAX_CONFIDENCE_WITHOUT_BACKGROUND = 0.3
+
 # Report clear objects only if the confidence in them exceeds the confidence in all objects by this factor.
 MIN_CONFIDENCE_RATIO = 2.0
 
@@ -128,9 +133,9 @@ def _logistic(log_odds: NDArray[np.float64]) -> NDArray[np.float64]:
 def measure_object_features(
     objects: Objects, expected_diameter: float, calibration: Calibration
 ) -> NDArray[np.float64]:
-    """Return the features of each object [N, 4], in the order of the coefficients of `ObjectCalibration`."""
+    """Return the features of each object [N, 5], in the order of the coefficients of `ObjectCalibration`."""
     if not len(objects):
-        return np.zeros((0, 4))
+        return np.zeros((0, 5))
     probabilities = np.minimum(objects.confidence.astype(np.float64), MAX_FOREGROUND_PROBABILITY)
     diameters = np.cbrt(6 / np.pi * objects.voxel_counts)
     result_log_odds = compute_log_odds(objects, expected_diameter, calibration)
@@ -140,6 +145,7 @@ def measure_object_features(
             np.nan_to_num(objects.peaks.astype(np.float64)),
             np.abs(np.log(diameters / expected_diameter)),
             np.full(len(objects), np.clip(result_log_odds, -MAX_RESULT_LOG_ODDS, MAX_RESULT_LOG_ODDS)),
+            np.maximum(np.log(compute_typical_diameter(objects) / diameters), 0.0),
         ]
     )
 
@@ -149,8 +155,22 @@ def calibrate_objects(objects: Objects, spec: ModelSpec) -> Objects:
     if spec.confidence is None or (model := spec.confidence.objects) is None or spec.input.diameter is None:
         return objects
     features = measure_object_features(objects, spec.input.diameter, spec.confidence)
-    log_odds = model.intercept + features @ np.array([model.certainty, model.peak, model.size, model.result])
+    weights = np.array([model.certainty, model.peak, model.size, model.result, model.fragment])
+    log_odds = model.intercept + features @ weights
     return replace(objects, match_probability=_logistic(log_odds).astype(np.float32))
+
+
+def limit_confidence(objects: Objects, labels: NDArray[np.unsignedinteger]) -> Objects:
+    """Return objects from `calibrate_objects`, with a low confidence if there is only one and it fills the stack.
+
+    labels  labels of the stack, [Z, Y, X]
+    """
+    if objects.match_probability is None or len(objects) != 1:
+        return objects
+    if np.count_nonzero(labels) < FILLED_FRACTION * labels.size:
+        return objects
+    limit = np.float32(MAX_CONFIDENCE_WITHOUT_BACKGROUND)
+    return replace(objects, match_probability=np.minimum(objects.match_probability, limit))
 
 
 def estimate_f1(match_probability: NDArray[np.floating]) -> float | None:

@@ -48,8 +48,9 @@ from service.inference.diameter.window_selection import (
     select_spaced_boxes,
 )
 from service.inference.types import DiameterEstimate, DiameterTrial
-from service.inference.windows.grid import as_size
+from service.inference.windows.grid import Grid, as_size
 from service.inference.windows.sliding_window import Image, ScoreWindows
+from service.inference.windows.slots import fill_with_mirror_images
 from service.models.spec import ModelSpec
 
 # Scales and numbers of windows of the initial probes. At a small scale, a window shows more of the stack.
@@ -80,7 +81,7 @@ class DiameterEstimator:
 
     image          normalized image, at the original resolution of its volume
     base           voxels of the model's grid per voxel of the image along (z, y, x), if no diameter is specified
-    score_windows  computes the scores of a few windows; windows are zero beyond the ends of the image
+    score_windows  computes the scores of a few windows, which are padded beyond the ends of the image
     voxel_size     voxel size of the image; None if it is not known
     margin         minimum difference in log-odds between a scale of a trial and the reference scale
     """
@@ -259,12 +260,12 @@ class DiameterEstimator:
 
     def _score_boxes(self, boxes: Sequence[Box], inner_size: Sequence[int]) -> Tensor:
         """Return the scores [N, K, *inner_size] of boxes of the image, each resampled to `inner_size` voxels."""
-        roi = self._spec.input.roi_size
-        windows = torch.zeros((len(boxes), self._spec.input.channels, *roi))
-        offsets = [(roi_length - length) // 2 for roi_length, length in zip(roi, inner_size, strict=True)]
-        region = tuple(slice(first, first + length) for first, length in zip(offsets, inner_size, strict=True))
+        grid = Grid.cover(as_size(inner_size), self._spec.input.roi_size, 0.0, self._spec.tiling)
+        windows, region = torch.zeros((len(boxes), self._spec.input.channels, *grid.window_size)), grid.valid_region
         for window, part in zip(windows, cut_boxes(self._image, boxes), strict=True):
             window[(slice(None), *region)] = functional.interpolate(part[None], size=[*inner_size], mode="trilinear")[0]
+            if grid.is_mirrored:
+                fill_with_mirror_images(window, region)
         return self._score_windows(windows)[(slice(None), slice(None), *region)]
 
     def _decode_objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
@@ -341,10 +342,9 @@ class DiameterEstimator:
 
         No axis becomes shorter than the window, unless it already is, because padding reduces the score quality.
         """
-        max_factors = compute_max_factors(factors, self._base)
-        axes = zip(factors, max_factors, self._base, self._spec.input.roi_size, self._size, strict=True)
         clamped_factors = []
-        for factor, max_factor, base, roi, length in axes:
+        axes = zip(factors, self._base, self._spec.input.roi_size, self._size, strict=True)
+        for max_factor, (factor, base, roi, length) in zip(compute_max_factors(factors, self._base), axes, strict=True):
             min_factor = max(base / MAX_SCALE_RATIO, min(roi / length, base))
             clamped_factors.append(min(max(factor, min_factor), max_factor))
         return clamped_factors[0], clamped_factors[1], clamped_factors[2]

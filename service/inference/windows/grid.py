@@ -20,6 +20,10 @@ Box = tuple[int, slice, slice, slice, slice]
 MAX_SKIPPED_SLAB_BYTES = 2**26
 
 
+# Volumes that are shorter than a window along this number of axes, or more, are padded with mirror images if the tiling
+# is mirrored. Within zeros, such a volume looks like one object. A volume of few planes does not.
+MIN_MIRRORED_AXES = 2
+
 # With "cellpose", planes are padded to a multiple of this length, with at least half of it on each side.
 PLANE_PADDING = 16
 PLANE_ORIENTATIONS: tuple[Size, Size, Size] = ((0, 1, 2), (1, 0, 2), (2, 0, 1))
@@ -71,7 +75,8 @@ class Grid:
     pad_before    number of padding voxels before the first voxel along each axis
     padded_size   edge lengths of the padded volume
     starts        first voxels of the windows along each axis of the padded volume
-    aligned_size  edge lengths up to which the end of the volume is padded with its mirror image; other padding is zero
+    aligned_size  edge lengths up to which the end of the volume is padded with its mirror image
+    is_mirrored   whether all other padding consists of mirror images, too; otherwise it is zero
     """
 
     size: Size
@@ -80,6 +85,7 @@ class Grid:
     padded_size: Size
     starts: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
     aligned_size: Size
+    is_mirrored: bool = False
 
     @classmethod
     def cover(cls, size: Size, window_size: Size, overlap: float, tiling: Tiling = MONAI_TILING) -> Grid:
@@ -98,7 +104,9 @@ class Grid:
             )
         )
         pad_before = [pad_length // 2 // n * n for pad_length, n in zip(padding, tiling.alignment, strict=True)]
-        return cls(size, window_size, as_size(pad_before), padded_size, (z, y, x), aligned_size)
+        num_short_axes = sum(length < window_length for length, window_length in zip(size, window_size, strict=True))
+        is_mirrored = tiling.is_mirrored and num_short_axes >= MIN_MIRRORED_AXES
+        return cls(size, window_size, as_size(pad_before), padded_size, (z, y, x), aligned_size, is_mirrored)
 
     def divide(self, step: Size) -> Grid:
         """Return the grid of scores, if one score stands for `step` voxels (z, y, x). `step` divides the alignment."""

@@ -30,7 +30,7 @@ from service.inference.windows.blending import (
 )
 from service.inference.windows.grid import Box, Grid, as_size, scale_positions, split_runs
 from service.inference.windows.kernels import WindowKernels, window_kernels
-from service.inference.windows.slots import StreamBuffer, WindowSlot
+from service.inference.windows.slots import StreamBuffer, WindowSlot, fill_with_mirror_images
 from service.models.network import Network
 
 # Function that computes the raw scores, float32 [N, K, *roi], of windows, float32 [N, C, *roi].
@@ -305,6 +305,8 @@ class WindowScan:
         reading = self._grid.locate(position)
         self._read((0, slice(None), *reading.box), slot.get_part(reading))
         slot.mirror_end(self._grid, reading)
+        if self._grid.is_mirrored:
+            fill_with_mirror_images(slot.memory, reading.targets)
 
     def _read(self, box: Box, slot: WindowSlot) -> None:
         if self._direct_image is not None:

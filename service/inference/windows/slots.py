@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from service.inference.windows.grid import Grid, Reading
@@ -32,6 +33,18 @@ class WindowSlot:
             ):
                 source = self.memory.select(axis + 1, max(2 * last - index, target.start))
                 self.memory.select(axis + 1, index).copy_(source)
+
+
+def fill_with_mirror_images(window: Tensor, region: tuple[slice, slice, slice]) -> None:
+    """Fill a window [C, z, y, x] outside `region` (z, y, x) with mirror images of the region.
+
+    The outermost voxels are repeated, as with `numpy.pad` in the mode "symmetric".
+    """
+    for axis, part in enumerate(region, start=1):
+        length = part.stop - part.start
+        offsets = (torch.arange(window.shape[axis], device=window.device) - part.start) % (2 * length)
+        sources = part.start + torch.minimum(offsets, 2 * length - 1 - offsets)
+        window.copy_(window.index_select(axis, sources))
 
 
 class StreamBuffer:

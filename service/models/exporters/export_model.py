@@ -26,7 +26,14 @@ from service.models.spec import ModelSpec
 ExportFormat = Literal["bioimageio", "onnx", "pt2"]
 SUFFIXES: dict[ExportFormat, str] = {"bioimageio": ".zip", "onnx": ".onnx", "pt2": ".pt2"}
 # Settings of the input that only StackSeg applies, with their values for models that do not need them.
-INPUT_DEFAULTS = {"voxel_size": None, "diameter": None, "tiling": "monai", "resampling": "linear", "crop_zeros": False}
+INPUT_DEFAULTS = {
+    "voxel_size": None,
+    "diameter": None,
+    "tiling": "monai",
+    "padding": "zeros",
+    "resampling": "linear",
+    "crop_zeros": False,
+}
 MAX_LISTED_OUTPUTS = 4
 
 ImagePreparer = Callable[[Volume, ModelSpec], Tensor]

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from service.inference.diameter.confidence import (
     compute_typical_diameter,
     count_clear_objects,
     find_smaller_diameter,
+    limit_confidence,
     predict_confidence,
 )
 from service.models.spec import Calibration, ModelSpec
@@ -81,6 +84,32 @@ def test_the_calibrated_confidence_of_a_result_is_the_expected_f1(random_nuclei:
     assert (
         assess_objects(calibrate_objects(make_objects([], 0.9, 0.9), spec), spec, lambda: evidence).confidence is None
     )
+
+
+def test_fragments_have_a_lower_confidence_than_typical_objects(random_nuclei: ModelSpec) -> None:
+    model = ObjectCalibration(intercept=2, certainty=0, peak=0, size=0, result=0, fragment=-4)
+    changes = {
+        "confidence": CALIBRATION.model_copy(update={"objects": model}),
+        "input": random_nuclei.input.model_copy(update={"diameter": 20.0}),
+    }
+    objects = calibrate_objects(make_objects([24, 20, 20, 20, 10], 0.9, 0.9), random_nuclei.model_copy(update=changes))
+    assert objects.match_probability is not None
+    large, typical, *_, fragment = objects.match_probability.tolist()
+    assert large == pytest.approx(typical, abs=0.01)
+    assert fragment < 0.4 < 0.8 < typical
+
+
+def test_confidence_in_an_object_that_fills_its_stack_is_low() -> None:
+    objects, labels = make_objects([20], 0.9, 0.9), np.ones((10, 10, 10), np.uint16)
+    assert limit_confidence(objects, labels) is objects
+    objects = replace(objects, match_probability=np.array([0.95], np.float32))
+    filled = limit_confidence(objects, labels).match_probability
+    assert filled is not None
+    assert filled[0] < 0.5
+    labels[:2] = 0
+    assert limit_confidence(objects, labels) is objects
+    pair = Objects.concatenate([objects, objects])
+    assert limit_confidence(pair, np.ones_like(labels)) is pair
 
 
 def test_smaller_diameter_of_most_objects_is_found() -> None:

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from fakes import bind_to_variants
@@ -64,6 +65,23 @@ def test_scores_equal_those_of_monai(kernel, size, roi, overlap, batch_size, ble
         scores = join_slabs(make_window(network, roi, batch_size, blending, 2, kernel).run(image, overlap))
     assert scores.shape == expected.shape
     assert (scores - expected).abs().max() < 1e-5
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=sizes, roi=rois, overlap=overlaps)
+def test_volumes_that_are_short_along_two_axes_are_padded_with_mirror_images(size, roi, overlap):
+    torch.manual_seed(0)
+    network, image = nn.Conv3d(1, 2, 3, padding=1), torch.randn(1, 1, *size)
+    missing = [max(window_length - length, 0) for length, window_length in zip(size, roi, strict=True)]
+    padding = [(0, 0), (0, 0), *((n // 2, n - n // 2) for n in missing)]
+    mode = "symmetric" if sum(n > 0 for n in missing) >= 2 else "constant"
+    padded = torch.from_numpy(np.pad(image.numpy(), padding, mode=mode))
+    parts = tuple(slice(n // 2, n // 2 + length) for n, length in zip(missing, size, strict=True))
+    mirrored = Blending("constant", tiling=Tiling(is_mirrored=True))
+    with torch.inference_mode():
+        expected = join_slabs(make_window(network, roi, blending=CONSTANT).run(padded, overlap))
+        scores = join_slabs(make_window(network, roi, blending=mirrored).run(image, overlap))
+    assert (scores - expected[(..., *parts)]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("size", [(16, 16, 16), (3, 5, 9), (9, 17, 30)])
