@@ -7,8 +7,8 @@
 // planes takes twice as many products, but F(4x4x4, 3x3x3) is only 1.3 times as fast, because its transforms move more
 // data. With few channels, the transforms take nearly half of the time.
 //
-// Tiles of 8x4x4 and 8x8x4 outputs save 17% and 31% of these products, but have larger rounding errors and more weights.
-// Tiles of 8x8x8 outputs would save 42%, but layers of 32 channels would be only 1.03 times as fast as with 8x8x4.
+// Tiles of 8x4x4 and 8x8x4 outputs save 17% and 31% of these products, but have larger rounding errors and more
+// weights. Tiles of 8x8x8 would save 42%, but layers of 32 channels would be only 1.03 times as fast as with 8x8x4.
 //
 // Tiles are processed in blocks that fit in a core's second-level cache: about sixteen tiles and, if possible, whole
 // rows, because adjacent tiles along y share two of their six lines. With fewer tiles, reading the weights takes longer
@@ -170,8 +170,8 @@ template <class Tile, int G, class T>
   }
 }
 
-// Calls f(0) to f(COUNT - 1). Unrolled loops can hold arrays in registers. Arrays that do not fit are accessed faster by
-// loops that are not unrolled.
+// Calls f(0) to f(COUNT - 1). Unrolled loops can hold arrays in registers. Arrays that do not fit are accessed faster
+// by loops that are not unrolled.
 template <int COUNT, bool UNROLLED, class F> [[gnu::always_inline]] inline void repeat(F f) {
   if constexpr (UNROLLED) {
 #pragma GCC unroll 10
