@@ -1,10 +1,9 @@
 """The forward pass of a network on a CPU, captured once and replayed as one call, like a CUDA graph.
 
-Each kernel call from Python allocates memory and waits for the global interpreter lock if other threads hold it. For a
-model of about forty layers, capturing saves a fifth of the CPU time. A graph is captured while the module runs once.
-StackSeg's kernels report their arguments. The only ATen operators allowed are views, empty tensors, sums of two
-tensors, and constants. Intermediate tensors share an arena, in which each tensor occupies memory only from its first
-write to its last read, so that memory is reused while it is still in the caches.
+Each kernel call from Python allocates memory and may wait for the global interpreter lock. Capturing saves a fifth of
+the CPU time. A graph is captured while the module runs and StackSeg's kernels report their arguments. The only ATen
+operators allowed are views, empty tensors, sums of two tensors, and constants. Intermediate tensors share an arena, in
+which each tensor occupies memory, mostly in the caches, only from its first write to its last read.
 """
 
 from __future__ import annotations
@@ -63,7 +62,8 @@ class CpuGraph:
     def __init__(self, module: nn.Module, example: Tensor) -> None:
         KERNELS.require()
         self._module = module
-        batch = _randomize_like(example, 0)
+        # Layers may pack their weights in the first call, which must not be captured.
+        module((batch := _randomize_like(example, 0))[:1])
         batches = [batch[:length] for length in range(1, len(batch) + 1)]
         self._graphs = {example_batch.shape: capture_graph(module, example_batch) for example_batch in batches}
         self._batch_layout = (batch.dtype, batch.stride())

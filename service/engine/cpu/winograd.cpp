@@ -7,10 +7,13 @@
 // planes takes twice as many products, but F(4x4x4, 3x3x3) is only 1.3 times as fast, because its transforms move more
 // data. With few channels, the transforms take nearly half of the time.
 //
+// Tiles of 8x4x4 and 8x8x4 outputs save 17% and 31% of these products, but have larger rounding errors and more
+// weights. Tiles of 8x8x8 would save 42%, but layers of 32 channels would be only 1.03 times as fast as with 8x8x4.
+//
 // Tiles are processed in blocks that fit in a core's second-level cache: about sixteen tiles and, if possible, whole
 // rows, because adjacent tiles along y share two of their six lines. With fewer tiles, reading the weights takes longer
 // than multiplying. A block is processed one point along z after the other: it is sampled along y and x, multiplied (36
-// small matrix products), and interpolated along x and y in registers. Intermediate values thus take a sixth of the
+// or 60 small matrix products), and interpolated along x and y. Intermediate values thus take a sixth or a tenth of the
 // memory.
 //
 // Sampled weights take sixteen times as many bytes as 27 BF16 weights. Layers with 256 or more channels and fewer than
@@ -31,24 +34,32 @@
 namespace {
 
 constexpr int PREFETCH_DISTANCE = 512; // in elements of the image
-// Number of sampling points of a tile at one point along z, and in total.
-constexpr int PLANE_POINTS = REACH * REACH, TILE_POINTS = REACH * PLANE_POINTS;
-
-// Returns the number of tiles along an axis of this size.
-inline int64_t tiles_along(int64_t size) { return (size + EDGE - 1) / EDGE; }
 
 struct Shape {
   int64_t batch, depth, height, width, inputs, outputs;
-  int64_t tiles() const { return batch * tiles_along(depth) * tiles_along(height) * tiles_along(width); }
+};
+
+// Numbers of outputs and of sampling points of a tile.
+template <int Z, int Y, int X> struct Tile {
+  static constexpr int DEPTH = Z, HEIGHT = Y, WIDTH = X, PLANE_OUTPUTS = Y * X;
+  static constexpr int Z_POINTS = Z + 2, Y_POINTS = Y + 2, X_POINTS = X + 2;
+  // Number of points at one point along z, and in total.
+  static constexpr int PLANE_POINTS = Y_POINTS * X_POINTS, POINTS = Z_POINTS * PLANE_POINTS;
+
+  // Numbers of tiles along each axis, and in total.
+  static int64_t deep(const Shape &s) { return (s.depth + Z - 1) / Z; }
+  static int64_t high(const Shape &s) { return (s.height + Y - 1) / Y; }
+  static int64_t wide(const Shape &s) { return (s.width + X - 1) / X; }
+  static int64_t count(const Shape &s) { return s.batch * deep(s) * high(s) * wide(s); }
 };
 
 // Position of the first output in a tile. Tiles are numbered along x first, then y, z and the batch.
 struct Place {
   int64_t window, z, y, x;
-  Place(const Shape &s, int64_t tile) {
-    x = tile % tiles_along(s.width) * EDGE, tile /= tiles_along(s.width);
-    y = tile % tiles_along(s.height) * EDGE, tile /= tiles_along(s.height);
-    z = tile % tiles_along(s.depth) * EDGE, window = tile / tiles_along(s.depth);
+  template <class Tile> static Place of(const Shape &s, int64_t tile) {
+    const int64_t row = tile / Tile::wide(s), plane = row / Tile::high(s);
+    return {plane / Tile::deep(s), plane % Tile::deep(s) * Tile::DEPTH, row % Tile::high(s) * Tile::HEIGHT,
+            tile % Tile::wide(s) * Tile::WIDTH};
   }
 };
 
@@ -83,38 +94,39 @@ inline int64_t pad_stride(int64_t count) {
 // A block of tiles and its intermediate arrays, all float32.
 struct Block {
   int64_t first, count;
+  int64_t points, plane_points; // number of sampling points of a tile, in total and at one point along z
   float *lines;    // for each run of tiles along x: [y][z point][x, inputs]
-  float *sampled;  // [count, sampled_stride ...][36, inputs], at one point along z
-  float *products; // [count, product_stride ...][36, outputs], at one point along z
-  float *reduced;  // [count, reduced_stride ...][6, 4, 4, outputs]: points along z, then outputs along y and x
+  float *sampled;  // [count, sampled_stride ...][y point, x point, inputs], at one point along z
+  float *products; // [count, product_stride ...][y point, x point, outputs], at one point along z
+  float *reduced;  // [count, reduced_stride ...][z point, y, x, outputs]
   int64_t sampled_stride, product_stride, reduced_stride;
 };
 
 // Adjacent tiles of a block along x, and the lines that they depend on: [y][z point][x, inputs].
-struct Run {
+template <class Tile> struct Run {
   Place at;
   int64_t count, stride;
   bool shares_lines; // whether the previous run is the adjacent one along y, with which this run shares two lines
   int64_t start; // offset of the run's lines within the lines of the block, in floats
   Run(const Shape &s, const Block &block) : Run(s, block, 0, 0) {}
   Run next(const Shape &s, const Block &block, int64_t done) const {
-    Run run(s, block, done, start + REACH * REACH * stride);
+    Run run(s, block, done, end());
     run.shares_lines = run.count == count && run.at.x == 0 && at.x == 0 && run.at.y > 0 && run.at.z == at.z;
-    if (run.shares_lines) run.start -= (REACH - EDGE) * REACH * stride;
+    if (run.shares_lines) run.start -= (Tile::Y_POINTS - Tile::HEIGHT) * Tile::Z_POINTS * stride;
     return run;
   }
-  int64_t end() const { return start + PLANE_POINTS * stride; }
+  int64_t end() const { return start + Tile::Y_POINTS * Tile::Z_POINTS * stride; }
 
 private:
-  Run(const Shape &s, const Block &block, int64_t done, int64_t from) : at(s, block.first + done) {
-    count = std::min(block.count - done, tiles_along(s.width) - at.x / EDGE);
-    stride = pad_stride((count * EDGE + 2) * s.inputs), shares_lines = false, start = from;
+  Run(const Shape &s, const Block &block, int64_t done, int64_t from) : at(Place::of<Tile>(s, block.first + done)) {
+    count = std::min(block.count - done, Tile::wide(s) - at.x / Tile::WIDTH);
+    stride = pad_stride((count * Tile::WIDTH + 2) * s.inputs), shares_lines = false, start = from;
   }
 };
 
 // Calls f with each run and the number of tiles before it. Returns the number of floats in all lines.
-template <class F> int64_t for_each_run(const Shape &s, const Block &block, F f) {
-  Run run(s, block);
+template <class Tile, class F> int64_t for_each_run(const Shape &s, const Block &block, F f) {
+  Run<Tile> run(s, block);
   for (int64_t done = 0;;) {
     f(run, done);
     done += run.count;
@@ -123,74 +135,84 @@ template <class F> int64_t for_each_run(const Shape &s, const Block &block, F f)
   }
 }
 
-// Samples voxels along z, with zeros outside the image: out[y][z point][x, inputs]. Six lines are read in parallel from
+// Samples voxels along z, with zeros outside the image: out[y][z point][x, inputs]. Lines are read in parallel from
 // start to end, which the hardware prefetches. The hardware would not prefetch 36 lines that are read column by column.
 // Also, lines of 32 voxels with 32 channels, which are a multiple of 4 KiB apart, would evict each other from the
 // caches.
-template <int G, class T>
-[[gnu::noinline]] void sample_lines(const T *image, const T *zeros, const Shape &s, const Run &run, float *out) {
+template <class Tile, int G, class T>
+[[gnu::noinline]] void sample_lines(const T *image, const T *zeros, const Shape &s, const Run<Tile> &run, float *out) {
+  constexpr int POINTS = Tile::Z_POINTS;
   const Place &at = run.at;
-  const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + run.count * EDGE + 1, s.width);
+  const int64_t left = std::max<int64_t>(at.x - 1, 0), right = std::min(at.x + run.count * Tile::WIDTH + 1, s.width);
   const int64_t before = (left - (at.x - 1)) * s.inputs, length = (right - left) * s.inputs;
-  const int64_t after = (run.count * EDGE + 2) * s.inputs - before - length, stride = run.stride;
-  for (int64_t j = run.shares_lines ? REACH - EDGE : 0; j < REACH; ++j) {
+  const int64_t after = (run.count * Tile::WIDTH + 2) * s.inputs - before - length, stride = run.stride;
+  for (int64_t j = run.shares_lines ? Tile::Y_POINTS - Tile::HEIGHT : 0; j < Tile::Y_POINTS; ++j) {
     const int64_t y = at.y - 1 + j;
-    const T *lines[REACH];
-    for (int64_t i = 0; i < REACH; ++i) {
+    const T *lines[POINTS];
+    for (int64_t i = 0; i < POINTS; ++i) {
       const int64_t z = at.z - 1 + i;
       const bool is_inside = z >= 0 && z < s.depth && y >= 0 && y < s.height;
       lines[i] = is_inside ? image + (((at.window * s.depth + z) * s.height + y) * s.width + left) * s.inputs : zeros;
     }
-    float *line = out + j * REACH * stride;
-    for (int i = 0; i < REACH; ++i) {
+    float *line = out + j * POINTS * stride;
+    for (int i = 0; i < POINTS; ++i) {
       std::memset(line + i * stride, 0, before * sizeof(float));
       std::memset(line + i * stride + before + length, 0, after * sizeof(float));
     }
     line += before;
     for (int64_t c = 0; c < length; c += G) {
-      Floats<G> d[REACH], t[REACH];
-      for (int i = 0; i < REACH; ++i) __builtin_prefetch(lines[i] + c + PREFETCH_DISTANCE);
-      for (int i = 0; i < REACH; ++i) d[i] = load<G>(lines[i] + c);
+      Floats<G> d[POINTS], t[POINTS];
+      for (int i = 0; i < POINTS; ++i) __builtin_prefetch(lines[i] + c + PREFETCH_DISTANCE);
+      for (int i = 0; i < POINTS; ++i) d[i] = load<G>(lines[i] + c);
       sample(d, t);
-      for (int i = 0; i < REACH; ++i) store<G>(line + i * stride + c, t[i]);
+      for (int i = 0; i < POINTS; ++i) store<G>(line + i * stride + c, t[i]);
     }
   }
 }
 
-// Samples one group of channels of the lines of one tile at one point along z -> sampled[36][inputs ...]. Three points
-// along x are processed at a time, so that the values of six lines fit in registers.
-template <int G>
+// Calls f(0) to f(COUNT - 1). Unrolled loops can hold arrays in registers. Arrays that do not fit are accessed faster
+// by loops that are not unrolled.
+template <int COUNT, bool UNROLLED, class F> [[gnu::always_inline]] inline void repeat(F f) {
+  if constexpr (UNROLLED) {
+#pragma GCC unroll 10
+    for (int i = 0; i < COUNT; ++i) f(i);
+  } else {
+#pragma GCC unroll 1
+    for (int i = 0; i < COUNT; ++i) f(i);
+  }
+}
+
+// Samples one group of channels of the lines of one tile at one point along z -> sampled[y point, x point][inputs ...].
+template <class Tile, int G>
 [[gnu::noinline]] void sample_plane(const float *lines, int64_t line_stride, int64_t inputs, float *sampled) {
-  constexpr int HALF = REACH / 2;
+  // Half of the points along x are processed at a time if their values then fit in registers.
+  constexpr bool FITS = Tile::PLANE_POINTS <= 36;
+  constexpr int PARTS = FITS ? 2 : 1, WIDTH = Tile::X_POINTS / PARTS;
 #pragma GCC unroll 2
-  for (int half = 0; half < 2; ++half) {
-    Floats<G> along_x[HALF][REACH];
-#pragma GCC unroll 6
-    for (int j = 0; j < REACH; ++j) {
-      Floats<G> d[REACH], t[REACH];
-#pragma GCC unroll 6
-      for (int k = 0; k < REACH; ++k) d[k] = load<G>(lines + j * line_stride + k * inputs);
+  for (int part = 0; part < PARTS; ++part) {
+    Floats<G> along_x[WIDTH][Tile::Y_POINTS];
+    repeat<Tile::Y_POINTS, FITS>([&](int j) {
+      Floats<G> d[Tile::X_POINTS], t[Tile::X_POINTS];
+      for (int k = 0; k < Tile::X_POINTS; ++k) d[k] = load<G>(lines + j * line_stride + k * inputs);
       sample(d, t);
-#pragma GCC unroll 3
-      for (int k = 0; k < HALF; ++k) along_x[k][j] = t[half * HALF + k];
-    }
-#pragma GCC unroll 3
-    for (int k = 0; k < HALF; ++k) {
-      Floats<G> t[REACH];
+      for (int k = 0; k < WIDTH; ++k) along_x[k][j] = t[part * WIDTH + k];
+    });
+    repeat<WIDTH, FITS>([&](int k) {
+      Floats<G> t[Tile::Y_POINTS];
       sample(along_x[k], t);
-#pragma GCC unroll 6
-      for (int j = 0; j < REACH; ++j) store<G>(sampled + (j * REACH + half * HALF + k) * inputs, t[j]);
-    }
+      for (int j = 0; j < Tile::Y_POINTS; ++j)
+        store<G>(sampled + (j * Tile::X_POINTS + part * WIDTH + k) * inputs, t[j]);
+    });
   }
 }
 
-template <int G> void sample_block(const Shape &s, const Block &b, int64_t z_point) {
-  for_each_run(s, b, [&](const Run &run, int64_t done) {
+template <class Tile, int G> void sample_block(const Shape &s, const Block &b, int64_t z_point) {
+  for_each_run<Tile>(s, b, [&](const Run<Tile> &run, int64_t done) {
     const float *lines = b.lines + run.start + z_point * run.stride;
     for (int64_t tile = 0; tile < run.count; ++tile)
       for (int64_t c = 0; c < s.inputs; c += G)
-        sample_plane<G>(lines + tile * EDGE * s.inputs + c, REACH * run.stride, s.inputs,
-                        b.sampled + (done + tile) * b.sampled_stride + c);
+        sample_plane<Tile, G>(lines + tile * Tile::WIDTH * s.inputs + c, Tile::Z_POINTS * run.stride, s.inputs,
+                              b.sampled + (done + tile) * b.sampled_stride + c);
   });
 }
 
@@ -242,60 +264,65 @@ void multiply_block(const Shape &s, const Block &b, const float *weights, int64_
   for (int64_t column = 0; column < s.outputs;) {
     const int vectors = next_block_vectors((s.outputs - column) / LANES);
     const int64_t size = s.inputs * vectors * LANES;
-    for (int64_t p = 0; p < PLANE_POINTS; ++p) {
-      const float *in = b.sampled + p * s.inputs, *point_weights = weights + (z_point * PLANE_POINTS + p) * size;
+    for (int64_t p = 0; p < b.plane_points; ++p) {
+      const float *in = b.sampled + p * s.inputs;
+      const float *point_weights = weights + (z_point * b.plane_points + p) * size;
       float *out = b.products + p * s.outputs + column;
       with_constant<3>(vectors, [&](auto block_vectors) {
         multiply<decltype(block_vectors)::value>(b.count, in, b.sampled_stride, s.inputs, point_weights, out,
                                                  b.product_stride);
       });
     }
-    column += vectors * LANES, weights += TILE_POINTS * size;
+    column += vectors * LANES, weights += b.points * size;
   }
 }
 
-// Interpolates one group of channels of one tile at one point along z: products[6, 6][outputs ...] ->
-// reduced[4, 4][outputs ...].
-template <int G> [[gnu::noinline]] void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
-  Floats<G> along_x[EDGE][REACH];
-  for (int j = 0; j < REACH; ++j) {
-    Floats<G> m[REACH], line[EDGE];
-    for (int k = 0; k < REACH; ++k) m[k] = load<G>(products + (j * REACH + k) * outputs);
+// Interpolates one group of channels of one tile at one point along z: products[y point, x point][outputs ...] ->
+// reduced[y, x][outputs ...].
+template <class Tile, int G>
+[[gnu::noinline]] void interpolate_plane(const float *products, int64_t outputs, float *reduced) {
+  constexpr bool FITS = Tile::PLANE_POINTS <= 36;
+  Floats<G> along_x[Tile::WIDTH][Tile::Y_POINTS];
+  repeat<Tile::Y_POINTS, FITS>([&](int j) {
+    Floats<G> m[Tile::X_POINTS], line[Tile::WIDTH];
+    for (int k = 0; k < Tile::X_POINTS; ++k) m[k] = load<G>(products + (j * Tile::X_POINTS + k) * outputs);
     interpolate(m, line);
-    for (int x = 0; x < EDGE; ++x) along_x[x][j] = line[x];
-  }
-  for (int x = 0; x < EDGE; ++x) {
-    Floats<G> line[EDGE];
+    for (int x = 0; x < Tile::WIDTH; ++x) along_x[x][j] = line[x];
+  });
+  repeat<Tile::WIDTH, FITS>([&](int x) {
+    Floats<G> line[Tile::HEIGHT];
     interpolate(along_x[x], line);
-    for (int y = 0; y < EDGE; ++y) store<G>(reduced + (y * EDGE + x) * outputs, line[y]);
-  }
+    for (int y = 0; y < Tile::HEIGHT; ++y) store<G>(reduced + (y * Tile::WIDTH + x) * outputs, line[y]);
+  });
 }
 
-template <int G> void interpolate_block(const Shape &s, const Block &b, int64_t z_point) {
+template <class Tile, int G> void interpolate_block(const Shape &s, const Block &b, int64_t z_point) {
   for (int64_t tile = 0; tile < b.count; ++tile)
     for (int64_t c = 0; c < s.outputs; c += G)
-      interpolate_plane<G>(b.products + tile * b.product_stride + c, s.outputs,
-                           b.reduced + tile * b.reduced_stride + z_point * EDGE * EDGE * s.outputs + c);
+      interpolate_plane<Tile, G>(b.products + tile * b.product_stride + c, s.outputs,
+                                 b.reduced + tile * b.reduced_stride + z_point * Tile::PLANE_OUTPUTS * s.outputs + c);
 }
 
-// Interpolates one tile along z, reduced[6, 4, 4, outputs] -> outputs, and applies bias and activation.
-template <int G, class T, class Activation>
+// Interpolates one tile along z, reduced[z point, y, x, outputs] -> outputs, and applies bias and activation.
+template <class Tile, int G, class T, class Activation>
 [[gnu::noinline]] void finish_tile(const float *reduced, const float *bias, const Activation &activation,
                                    const Shape &s, const Place &at, T *result) {
-  const int64_t deep = std::min<int64_t>(EDGE, s.depth - at.z), high = std::min<int64_t>(EDGE, s.height - at.y),
-                wide = std::min<int64_t>(EDGE, s.width - at.x);
+  const int64_t deep = std::min<int64_t>(Tile::DEPTH, s.depth - at.z);
+  const int64_t high = std::min<int64_t>(Tile::HEIGHT, s.height - at.y);
+  const int64_t wide = std::min<int64_t>(Tile::WIDTH, s.width - at.x);
   const int64_t step = s.outputs, line_step = s.width * step, plane_step = s.height * line_step;
   result += (at.window * s.depth + at.z) * plane_step + at.y * line_step + at.x * step;
   for (int64_t y = 0; y < high; ++y)
     for (int64_t x = 0; x < wide; ++x)
       for (int64_t c = 0; c < step; c += G) {
-        Floats<G> m[REACH], line[EDGE];
-        for (int i = 0; i < REACH; ++i) m[i] = load<G>(reduced + ((i * EDGE + y) * EDGE + x) * step + c);
+        Floats<G> m[Tile::Z_POINTS], line[Tile::DEPTH];
+        for (int i = 0; i < Tile::Z_POINTS; ++i)
+          m[i] = load<G>(reduced + ((i * Tile::HEIGHT + y) * Tile::WIDTH + x) * step + c);
         interpolate(m, line);
         const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
         T *out = result + y * line_step + x * step + c;
         // Prefetch the memory for the outputs of the next tile, because a write outside the caches would stall.
-        for (int z = 0; z < EDGE; ++z) __builtin_prefetch(out + z * plane_step + EDGE * step, 1);
+        for (int z = 0; z < Tile::DEPTH; ++z) __builtin_prefetch(out + z * plane_step + Tile::WIDTH * step, 1);
         for (int64_t z = 0; z < deep; ++z, out += plane_step) store<G>(out, activation(line[z] + offset));
       }
 }
@@ -308,40 +335,44 @@ template <class T> struct Work {
   float slope;
 };
 
-template <int G, class T, class Activation>
+template <class Tile, int G, class T, class Activation>
 void finish_block(const Work<T> &work, const Block &b, const Activation &activation) {
   for (int64_t tile = 0; tile < b.count; ++tile)
-    finish_tile<G>(b.reduced + tile * b.reduced_stride, work.bias, activation, work.shape,
-                   Place(work.shape, b.first + tile), work.result);
+    finish_tile<Tile, G>(b.reduced + tile * b.reduced_stride, work.bias, activation, work.shape,
+                         Place::of<Tile>(work.shape, b.first + tile), work.result);
 }
 
 // Convolves one block. IN input channels and OUT output channels are transformed at a time, as vectors.
-template <int IN, int OUT, class T> void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
+template <class Tile, int IN, int OUT, class T>
+void convolve_block(const Work<T> &work, const T *zeros, const Block &b) {
   const Shape &s = work.shape;
-  for_each_run(
-      s, b, [&](const Run &run, int64_t) { sample_lines<IN>(work.image, zeros, s, run, b.lines + run.start); });
-  for (int64_t z_point = 0; z_point < REACH; ++z_point) {
-    sample_block<IN>(s, b, z_point);
+  for_each_run<Tile>(s, b, [&](const Run<Tile> &run, int64_t) {
+    sample_lines<Tile, IN>(work.image, zeros, s, run, b.lines + run.start);
+  });
+  for (int64_t z_point = 0; z_point < Tile::Z_POINTS; ++z_point) {
+    sample_block<Tile, IN>(s, b, z_point);
     multiply_block(s, b, work.weights, z_point);
-    interpolate_block<OUT>(s, b, z_point);
+    interpolate_block<Tile, OUT>(s, b, z_point);
   }
   if (work.slope == 1)
-    finish_block<OUT>(work, b, Identity{});
+    finish_block<Tile, OUT>(work, b, Identity{});
   else if (work.slope == 0)
-    finish_block<OUT>(work, b, Relu{});
+    finish_block<Tile, OUT>(work, b, Relu{});
   else
-    finish_block<OUT>(work, b, LeakyRelu{work.slope});
+    finish_block<Tile, OUT>(work, b, LeakyRelu{work.slope});
 }
 
-template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64_t count) {
+template <class Tile, class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64_t count) {
   thread_local Scratch scratch;
   const Shape &s = work.shape;
   Block b{};
   b.first = first, b.count = count;
-  b.sampled_stride = pad_stride(PLANE_POINTS * s.inputs), b.product_stride = pad_stride(PLANE_POINTS * s.outputs);
-  b.reduced_stride = pad_stride(REACH * EDGE * EDGE * s.outputs);
+  b.points = Tile::POINTS, b.plane_points = Tile::PLANE_POINTS;
+  b.sampled_stride = pad_stride(Tile::PLANE_POINTS * s.inputs);
+  b.product_stride = pad_stride(Tile::PLANE_POINTS * s.outputs);
+  b.reduced_stride = pad_stride(Tile::Z_POINTS * Tile::PLANE_OUTPUTS * s.outputs);
   const int64_t line_floats = pad_stride(s.width * s.inputs);
-  const int64_t run_floats = for_each_run(s, b, [](const Run &, int64_t) {});
+  const int64_t run_floats = for_each_run<Tile>(s, b, [](const Run<Tile> &, int64_t) {});
   b.lines = scratch.take(line_floats + run_floats + count * (b.sampled_stride + b.product_stride + b.reduced_stride));
   if (!b.lines) return false;
   b.sampled = b.lines + run_floats, b.products = b.sampled + count * b.sampled_stride;
@@ -350,9 +381,9 @@ template <class T> bool convolve_tiles(const Work<T> &work, int64_t first, int64
   std::memset(zeros, 0, line_floats * sizeof(float));
   constexpr int group = std::max(LANES, 8);
   if (s.inputs % group == 0)
-    convolve_block<group, group>(work, reinterpret_cast<const T *>(zeros), b);
+    convolve_block<Tile, group, group>(work, reinterpret_cast<const T *>(zeros), b);
   else
-    convolve_block<8, group>(work, reinterpret_cast<const T *>(zeros), b);
+    convolve_block<Tile, 8, group>(work, reinterpret_cast<const T *>(zeros), b);
   return true;
 }
 
@@ -364,24 +395,27 @@ int64_t choose_block_tiles(int64_t tiles, int64_t row_tiles, int64_t target, int
   return std::min(rows < 2 * target ? rows : target, thread_tiles);
 }
 
-template <class T> int convolve(const Work<T> &work, int64_t target, int threads) {
-  const int64_t total_tiles = work.shape.tiles();
-  const int64_t block_tiles = choose_block_tiles(total_tiles, tiles_along(work.shape.width), target, threads);
+template <class Tile, class T> int convolve(const Work<T> &work, int64_t target, int threads) {
+  const int64_t total_tiles = Tile::count(work.shape);
+  const int64_t block_tiles = choose_block_tiles(total_tiles, Tile::wide(work.shape), target, threads);
   int failed = 0;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : failed)
   for (int64_t first = 0; first < total_tiles; first += block_tiles)
-    failed |= !convolve_tiles(work, first, std::min(block_tiles, total_tiles - first));
+    failed |= !convolve_tiles<Tile>(work, first, std::min(block_tiles, total_tiles - first));
   return failed;
 }
 
-template <class T> int convolve(const Shape &shape, void *const *tensors, float slope, int64_t target, int threads) {
-  const Work<T> work{shape,
+template <class T> int convolve(void *const *tensors, const int64_t *sizes, float slope, int threads) {
+  const Work<T> work{{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]},
                      static_cast<const T *>(tensors[0]),
                      static_cast<const float *>(tensors[1]),
                      static_cast<const float *>(tensors[2]),
                      static_cast<T *>(tensors[3]),
                      slope};
-  return convolve(work, target, threads);
+  const int64_t target = sizes[6], tile_outputs = sizes[8];
+  if (tile_outputs == 8 * 8 * 4) return convolve<Tile<8, 8, 4>>(work, target, threads);
+  if (tile_outputs == 8 * 4 * 4) return convolve<Tile<8, 4, 4>>(work, target, threads);
+  return convolve<Tile<4, 4, 4>>(work, target, threads);
 }
 
 } // namespace
@@ -396,15 +430,15 @@ int64_t stackseg_blocking(int64_t tiles, int64_t row_tiles, int64_t target, int6
   return choose_block_tiles(tiles, row_tiles, target, threads);
 }
 
-// tensors  image [batch, depth, height, width, inputs], weights [column block][216][inputs, columns], bias [outputs] or
-//          null -> result [batch, depth, height, width, outputs]
-// sizes    batch, depth, height, width, inputs, outputs, approximate number of tiles in a block, whether bfloat16
+// tensors  image [batch, depth, height, width, inputs], weights [column block][points][inputs, columns], bias [outputs]
+//          or null -> result [batch, depth, height, width, outputs]
+// sizes    batch, depth, height, width, inputs, outputs, approximate number of tiles in a block, whether bfloat16,
+//          number of outputs in a tile: 64 for 4x4x4, 128 for 8x4x4 or 256 for 8x8x4
 // reals    slope of the activation for negative values
 // Image and result are both bfloat16 or both float32; all other tensors are float32. Returns 0, or 1 if memory ran out.
 int stackseg_convolve(void *const *tensors, const int64_t *sizes, const double *reals, int threads) {
-  const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]};
   const float slope = static_cast<float>(reals[0]);
-  return sizes[7] ? convolve<Bfloat16>(shape, tensors, slope, sizes[6], threads)
-                  : convolve<float>(shape, tensors, slope, sizes[6], threads);
+  return sizes[7] ? convolve<Bfloat16>(tensors, sizes, slope, threads)
+                  : convolve<float>(tensors, sizes, slope, threads);
 }
 }
