@@ -158,10 +158,11 @@ def join_pieces(
     number = np.empty_like(link)
     number[ends] = np.arange(len(ends))
     number = number[link]
+    del link, next_link  # the passes of a large volume need most of the memory
+    passes = _select_shallow_passes(number[pieces.passes[:2]], pieces.passes[2], pieces.key[ends], parameters)
     sums = np.zeros((len(pieces.sums), len(ends)), np.int64)
     for total, values in zip(sums, pieces.sums, strict=True):
         np.add.at(total, number, values)
-    passes = _select_shallow_passes(number[pieces.passes[:2]], pieces.passes[2], pieces.key[ends], parameters)
     return Pieces(pieces.position[ends], pieces.key[ends], sums, passes), number
 
 
@@ -169,10 +170,9 @@ def _select_shallow_passes(
     pairs: NDArray[np.integer], keys: NDArray[np.integer], peak_keys: NDArray[np.int32], parameters: WatershedParameters
 ) -> NDArray[np.integer]:
     """Return the passes that may merge the two pieces of a pair, with the lower number first, as in `Pieces`."""
-    peaks = parameters.get_distances(peak_keys)
-    first, second = pairs.min(0), pairs.max(0)
-    depths = np.minimum(peaks[first], peaks[second]) - parameters.get_distances(keys)
-    is_shallow = (first != second) & (depths < parameters.depth)
+    first, second, peaks = pairs.min(0), pairs.max(0), parameters.get_distances(peak_keys)
+    first, second, keys = (column[first != second] for column in (first, second, keys))
+    is_shallow = np.minimum(peaks[first], peaks[second]) - parameters.get_distances(keys) < parameters.depth
     return np.stack((first[is_shallow], second[is_shallow], keys[is_shallow]))
 
 
