@@ -100,8 +100,8 @@ class Client:
         >>> result = client.segment("sample.tif", table=True)
         >>> result.labels.shape, int(result.labels.max()), result.voxel_size
         ((32, 96, 96), 16, (0.5, 0.2, 0.2))
-        >>> result.table["num_pixels"][:3]
-        array([3252, 2245, 6139])
+        >>> result.table["num_pixels"].shape
+        (16,)
         >>> result = client.segment(stack, voxel_size=(0.5, 0.2, 0.2), diameter="5um", save_to="labels.npy")
         >>> type(result.labels).__name__, result.path.name
         ('memmap', 'labels.npy')

@@ -232,7 +232,7 @@ def test_accept_header_selects_the_file_format_of_labels(service: Service, direc
         ("application/zip;q=0.1, */*;q=0.2", "image/tiff"),
         ("text/*;q=0.9, application/x-npy;q=0.8", "text/csv"),
         ("application/x-npy;q=oddly", "application/x-npy"),
-        ("application/x-npy;q=nan, text/csv;q=0.1", "text/csv"),
+        ("application/x-npy;q=nan, text/csv;q=0.1", "application/x-npy"),
     ],
 )
 def test_preferred_media_type_is_chosen(accepted: str, chosen: str) -> None:

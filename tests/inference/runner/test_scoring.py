@@ -99,7 +99,7 @@ def test_scores_that_are_not_finite_in_float32_are_rejected(bands, write_model, 
         segment(make_runner_with_network(bands, lambda x: x.repeat(1, 3, 1, 1, 1) * np.nan), volume, Options())
     broken = copy.deepcopy(bands_network)
     with torch.no_grad():
-        next(broken.parameters())[0, 0, 0, 0, 0] = np.inf
+        next(broken.parameters())[:] = torch.finfo(torch.float32).max
     runner = start_runner(write_model(bands_content, broken), make_settings(precision="bf16"))
     with pytest.raises(NonFiniteScores):
         segment(runner, volume, Options())
