@@ -50,9 +50,6 @@ NEWTON_STEPS = 50
 # to the regularization.
 EFFECTIVE_OBJECTS = 5.0
 SIZE_COLUMN = 2
-FRAGMENT_COLUMN = 4
-# Models for which the fit uses how much smaller an object is than a typical one of the result.
-FRAGMENT_MODELS = ("membranes", "nuclei")
 
 Floats = NDArray[np.float64]
 Booleans = NDArray[np.bool_]
@@ -127,8 +124,6 @@ class Design(NamedTuple):
         )
         # The size is not used: small objects are often right in this data, which would raise confidence in huge ones.
         features[:, SIZE_COLUMN] = 0.0
-        if spec.name not in FRAGMENT_MODELS:
-            features[:, FRAGMENT_COLUMN] = 0.0
         return cls(
             features,
             np.concatenate([sample.matched for sample in samples]),
