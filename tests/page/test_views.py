@@ -76,7 +76,7 @@ def sample() -> NDArray[Any]:
 
 def test_two_results_are_compared_side_by_side(nuclei: LiveServer, open_page: OpenPage, sample: NDArray[Any]) -> None:
     stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
-    jobs = [nuclei.run(b"", stack=stack, diameter="15px", minimum_size=size) for size in ("1um3", "40um3")]
+    jobs = [nuclei.run(b"", stack=stack, diameter="15,15,15px", minimum_size=size) for size in ("1um3", "40um3")]
     counts = [job["objects"] for job in jobs]
     assert counts[0] > counts[1] > 0
     page = open_page(nuclei)
