@@ -156,7 +156,7 @@ class QueuedSegmentation(NamedTuple):
     """The pixels of a request, and the job that segments them."""
 
     pixels: Pixels
-    job: Job[tuple[Result, Answer | None]]
+    job: Job[Result]
 
 
 class SegmentationTask:
@@ -184,14 +184,12 @@ class SegmentationTask:
         if isinstance(work, DeferredPixels):
             await self._run_step(partial(self._reserve_disk_space, work), FILE_THREADS)
             work = await self._run_in_turn(self._decode_and_queue, self._runtime.decode_threads)
-        result, answer = await self._wait_for_job(work.job)
+        result = await self._wait_for_job(work.job)
         self._stages.add("queue", work.job.seconds_waited)
         self._stages.update(result.seconds)
-        if answer is not None and not self._runtime.result_cache.is_enabled:
-            return self._make_result(work.pixels, result, answer)
         host_threads = self._runtime.host_threads.for_client(self._stack.space.client)
         threads = FILE_THREADS if self._request.query.output_to is None else host_threads
-        return await self._run_step(partial(self._make_result, work.pixels, result, answer), threads)
+        return await self._run_step(partial(self._make_result, work.pixels, result), threads)
 
     def _run_step(self, work: Callable[[], T], executor: Executor) -> Awaitable[T]:
         """Run a step in a thread. The step can poll `cancelled`."""
@@ -229,11 +227,7 @@ class SegmentationTask:
         return self._run_step(begin, threads.for_client(self._stack.space.client))
 
     def _read_and_queue(self) -> DeferredPixels | QueuedSegmentation:
-        """Read a small file, and queue its segmentation. Do not decode a large file.
-
-        Both steps take place in one thread, because passing work from thread to thread takes a significant part of the
-        time of a small request.
-        """
+        """Read a small file, and queue its segmentation. Do not decode a large file."""
         with self._stages.measure("read"):
             pixels = self._make_source().read_small_pixels()
         return pixels if isinstance(pixels, DeferredPixels) else self._queue_segmentation(pixels)
@@ -263,16 +257,10 @@ class SegmentationTask:
         request = DeviceRequest(
             self._spec, pixels.segmentation_input, self._request.query.options, self._request.caller
         )
-        return QueuedSegmentation(pixels, queue_work(self._runtime, request, partial(self._segment, request)))
+        work = partial(segment_pixels, pixels=request.pixels, options=request.options)
+        return QueuedSegmentation(pixels, queue_work(self._runtime, request, work))
 
-    def _segment(self, request: DeviceRequest, reservation: Reservation, job: Job[Any]) -> tuple[Result, Answer | None]:
-        """Segment the pixels, and encode the result if it is small, in a thread of the device's queue."""
-        result = segment_pixels(reservation, job, request.pixels, request.options)
-        if result.series is not None and result.series.error is not None:
-            raise result.series.error
-        return result, encode_small_answer(self._request, result)
-
-    async def _wait_for_job(self, job: Job[T]) -> T:
+    async def _wait_for_job(self, job: Job[Result]) -> Result:
         """Wait for the job. If the client disconnects, cancel the job without waiting, because its device may hang."""
         try:
             return await wait_for(job.future)
@@ -280,10 +268,12 @@ class SegmentationTask:
             job.cancel()
             raise
 
-    def _make_result(self, pixels: Pixels, result: Result, answer: Answer | None) -> StackResult:
-        """Write the result unless it is small, describe it, count it, and cache it. Blocks if it writes or caches."""
+    def _make_result(self, pixels: Pixels, result: Result) -> StackResult:
+        """Write, describe, count and cache the result."""
+        if result.series is not None and result.series.error is not None:
+            raise result.series.error
         runtime, stages = self._runtime, self._stages
-        status = None
+        answer, status = encode_small_answer(self._request, result), None
         if answer is None:
             answer, status = self._write(pixels, result)
         nbytes = status.st_size if status is not None else len(answer.content or b"")
