@@ -113,7 +113,7 @@ class EndIncompleteResponses:
             await self._app(scope, receive, send_message)
         except (StackSegError, OSError, MemoryError, RuntimeError) as error:
             cause: BaseException = error
-            # Starlette raises RuntimeErrors from an error that it cannot answer any more, one in each layer.
+            # Starlette raises RuntimeErrors from an error that can no longer be answered, one in each layer.
             while type(cause) is RuntimeError and cause.__cause__ is not None:
                 cause = cause.__cause__
             cause = translate_error(cause)
