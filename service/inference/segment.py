@@ -133,8 +133,8 @@ def _segment_as_planned(call: _Call, request: PlannedRequest) -> Result:
 def _correct_diameter(call: _Call, plan: Plan, result: Result) -> Result:
     """Segment again with a corrected diameter if the stated diameter has one length and does not suit the stack.
 
-    The correction is used if the confidence increases or, for flat objects, decreases by at most `MAX_FLAT_LOSS`. A note
-    tells the user.
+    The correction is used if the confidence increases or, for flat objects, decreases by at most `MAX_FLAT_LOSS`. A
+    note tells the user.
     """
     runner, volume, options, callbacks, _stages = call
     stated, used = options.diameter, compute_applied_diameter(volume, runner.spec, result.diameter)
