@@ -94,7 +94,12 @@ class ModelMemory(Generic[T]):
 
     def mark_evictions_to_load(self, name: str | None) -> None:
         """Mark the models that must be evicted before the model `name` can be loaded; unmark all if it is None."""
-        excess_bytes = 0 if name is None else self._count_used_bytes() + self._get_size(name) - self.limit_bytes
+        for entry in self.entries.values():
+            entry.must_evict = False
+        if name is None:
+            # Every request comes here. Counting the bytes of all models would take it a millisecond.
+            return
+        excess_bytes = self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.
         for entry in sorted(
             self.entries.values(), key=lambda other: (other.active_request_count > 0, other.last_use_order)
