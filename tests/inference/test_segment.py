@@ -623,7 +623,7 @@ def test_a_stated_diameter_of_flat_objects_is_not_used_as_their_depth(random_nuc
         return segment(runner, Volume.from_array(pixels, voxel_size), options)
 
     corrected, estimated = segment_with("12px"), segment_with("auto")
-    assert corrected.diameter_text == estimated.diameter_text == "1.53,8.4,8.4px; estimated"
+    assert corrected.diameter_text == estimated.diameter_text == "2,11,11px; estimated"
     assert corrected.notes[0].startswith("The objects are flat and the voxel size is unknown")
     np.testing.assert_array_equal(corrected.segmentation.pixels, estimated.segmentation.pixels)
     for result, diameter in (

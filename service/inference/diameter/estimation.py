@@ -37,6 +37,7 @@ from service.inference.diameter.scale_probe import (
     compute_expected_flatness,
     compute_max_factors,
     is_probed,
+    measure_extents,
     measure_flatness,
     suggest_flat_factors,
 )
@@ -140,7 +141,11 @@ class DiameterEstimator:
         """
         factors = suggest_flat_factors(probes[0], self._expected_diameter) if self._flatness == 1 else None
         while factors and len(probes) < 3 and not is_probed(factors, probes):
-            probes.append(probe := self.probe(centers, self._clamp_factors(factors), WINDOWS_PER_PROBE))
+            probe = self.probe(centers, self._clamp_factors(factors), WINDOWS_PER_PROBE)
+            if not probe.has_depth:
+                # Objects cut off above or below also seem to be narrower. Keep the size measured by the previous probe.
+                probe = probe._replace(extents=(self._expected_diameter,) * 3)
+            probes.append(probe)
             # Even if peaks are low at every scale, a better fit with enlarged planes shows that objects are flat.
             if probe.fit > probes[0].fit:
                 self._flatness = measure_flatness(probe, self._base)
@@ -271,7 +276,7 @@ class DiameterEstimator:
     def _decode_objects(self, scores: Tensor) -> tuple[NDArray[np.float64], Objects]:
         """Return the measurements of objects, float64 [N, 4], and the objects.
 
-        The columns are the extents along (z, y, x), NaN if the object touches a face of the window, and the peak.
+        The columns are the extents along (z, y, x), as in `measure_extents`, and the peak.
         """
         decoder = InstanceDecoder(self._spec, self._decoding, as_size(scores.shape[2:]), None)
         decoder.add(0, 0, scores)
@@ -279,16 +284,10 @@ class DiameterEstimator:
         labels, objects = segmentation.pixels, segmentation.objects
         if objects is None:
             raise TypeError("The instance decoder returned no objects.")
-        indices = np.nonzero(labels)
-        object_indices, num_objects = labels[indices].astype(np.intp) - 1, len(objects)
-        measurements = np.ones((num_objects, 4))
+        measurements = np.ones((len(objects), 4))
+        measurements[:, :3] = measure_extents(labels, len(objects))
         if self._spec.get_activation(self._decoding.distance) == "sigmoid":
             measurements[:, 3] = objects.peaks
-        for axis, (position, length) in enumerate(zip(indices, labels.shape, strict=True)):
-            first, last = np.full(num_objects, length), np.full(num_objects, -1)
-            np.minimum.at(first, object_indices, position)
-            np.maximum.at(last, object_indices, position)
-            measurements[:, axis] = np.where((first == 0) | (last == length - 1), np.nan, last - first + 1)
         return measurements, objects
 
     def _summarize_measurements(
@@ -309,7 +308,8 @@ class DiameterEstimator:
             is_whole = np.isfinite(measurements[:, :3])
         width = float(np.median(measurements[:, 1:3][is_whole[:, 1:]]))
         depths = measurements[is_whole[:, 0], 0]
-        depth = float(np.median(depths)) if len(depths) >= min(MIN_OBJECTS, num_objects) else width
+        has_depth = len(depths) >= min(MIN_OBJECTS, num_objects)
+        depth = float(np.median(depths)) if has_depth else width
         peak = float(np.median(measurements[is_whole[:, 1:].any(axis=1), 3]))
         size_error = math.log(depth * width**2 / self._expected_diameter**3) / 3
         aspect_error = max(abs(math.log(width / depth)) - math.log(MAX_ROUND_ASPECT), 0.0)
@@ -317,7 +317,7 @@ class DiameterEstimator:
         fit = peak * math.exp(
             -((size_error / SIZE_SIGMA) ** 2 + (aspect_error / ASPECT_SIGMA) ** 2 + (log_scale / SCALE_SIGMA) ** 2) / 2
         )
-        return ScaleProbe(factors, (depth, width, width), num_objects, fit, num_windows)
+        return ScaleProbe(factors, (depth, width, width), num_objects, fit, num_windows, has_depth=has_depth)
 
     def _refine_factors(self, probe: ScaleProbe) -> Factors:
         """Return the factors at which the objects of a probe would have the expected diameter, clamped to the limits.

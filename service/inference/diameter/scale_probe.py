@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from service.core.quantities import VoxelSize
 from service.inference.diameter.advice import MIN_FLAT_ASPECT
 
@@ -57,6 +60,7 @@ class ScaleProbe(NamedTuple):
     num_windows        number of windows that were scored
     confidence         confidence in the objects, 0 to 1; None if it is not known
     num_object_voxels  total number of voxels of all objects, in voxels of the scaled grid
+    has_depth          whether the depth was measured; if too few objects are complete along z, it is the width
     """
 
     factors: Factors
@@ -66,6 +70,7 @@ class ScaleProbe(NamedTuple):
     num_windows: int
     confidence: float | None = None
     num_object_voxels: int = 0
+    has_depth: bool = True
 
     @property
     def log_odds(self) -> float:
@@ -133,3 +138,19 @@ def measure_flatness(probe: ScaleProbe, base: Factors) -> float:
     """Return the ratio of object width to depth on the base grid."""
     depth, width = (probe.extents[axis] * base[axis] / probe.factors[axis] for axis in (0, 1))
     return width / depth
+
+
+def measure_extents(labels: NDArray[np.unsignedinteger], num_objects: int) -> NDArray[np.float64]:
+    """Return the extents [num_objects, 3] of the objects in a window of labels [z, y, x], in voxels.
+
+    An extent is NaN if the object touches a face of the window along this axis, because it may be cut off.
+    """
+    indices = np.nonzero(labels)
+    object_indices = labels[indices].astype(np.intp) - 1
+    extents = np.empty((num_objects, 3))
+    for axis, (position, length) in enumerate(zip(indices, labels.shape, strict=True)):
+        first, last = np.full(num_objects, length), np.full(num_objects, -1)
+        np.minimum.at(first, object_indices, position)
+        np.maximum.at(last, object_indices, position)
+        extents[:, axis] = np.where((first == 0) | (last == length - 1), np.nan, last - first + 1)
+    return extents

@@ -241,6 +241,22 @@ def test_planes_of_flat_objects_may_be_enlarged_more_than_pixels(
     assert max(probed) == pytest.approx(expected, rel=0.01)
 
 
+def test_flat_objects_that_every_window_cuts_off_along_z_keep_the_size_of_the_first_probe(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With enlarged planes, the windows show only parts of objects, which are narrower than whole objects."""
+
+    def probe(_self: object, _centers: object, factors: Factors, num_windows: int) -> ScaleProbe:
+        if factors == (1.0, 1.0, 1.0):
+            return ScaleProbe(factors, (3, 11, 11), 9, 0.4, num_windows)
+        return ScaleProbe(factors, (8, 8, 8), 9, 0.9, num_windows, has_depth=False)
+
+    monkeypatch.setattr(DiameterEstimator, "probe", probe)
+    found = estimate(np.zeros((64, 64, 64), np.float32), spec)
+    assert found.diameter is not None
+    assert found.diameter.lengths == pytest.approx((3 / MAX_ROUND_ASPECT, 11, 11))
+
+
 def with_calibration(spec: ModelSpec) -> ModelSpec:
     """Return the model with a confidence of 0.5 at the expected diameter, and less at other diameters."""
     calibration = Calibration(intercept=0, certainty=0, peak=0, size=-6, giants=0, threshold=0.4)
