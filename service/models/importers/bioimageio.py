@@ -23,7 +23,7 @@ from service.models.exporters.bioimageio_processing import make_preprocessing
 from service.models.exporters.model_keys import NAME as CONFIG_KEY
 from service.models.exporters.model_keys import read_model_keys
 from service.models.importers import onnx_file
-from service.models.importers.bioimageio_processing import read_activation, read_normalization
+from service.models.importers.bioimageio_processing import read_activation, read_decoding, read_normalization
 from service.models.importers.draft import (
     Draft,
     Fields,
@@ -75,10 +75,11 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         content["input"]["normalisation"] = read_normalization(input_tensor, input_axes.channel_count)
     with collect_problem(problems, "activation"):
         content["activation"] = read_activation(output_tensor)
-    if output_axes.channel_count > 1 and content.get("activation") != "sigmoid":
-        content["decoding"] = {"kind": "classes"}
-    else:
-        problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
+    with collect_problem(problems, "decoding"):
+        expected_output = tests[0].expected_output
+        content["decoding"] = read_decoding(
+            output_tensor, content["outputs"], content.get("activation"), expected_output
+        )
     if _restore_model(rdf, content):
         problems = {}
     file = _find_checked_file(root, weights)

@@ -1,4 +1,4 @@
-"""Preprocessing and postprocessing steps of bioimage.io models, as a normalization and an activation.
+"""Preprocessing and postprocessing steps of bioimage.io models, as a normalization, an activation and a decoding.
 
 Source: the formulas of the bioimage.io specification, model descriptions 0.4 and 0.5. Settings that cannot be
 reproduced are rejected by name.
@@ -7,11 +7,15 @@ reproduced are rejected by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from service.core.errors import UnsupportedPackage
+from service.core.types import Array
 from service.models.importers.draft import Fields
+from service.models.spec import PROBABILITY_TOLERANCE
 
 Step = tuple[str, Fields]
 Normalizations = list[dict[str, Any]]
@@ -67,6 +71,33 @@ def read_activation(tensor: Fields) -> str:
     if name == "softmax" and settings.get("axis") not in {None, "channel"}:
         raise UnsupportedPackage(f"{settings.locate('axis')}: only a softmax over channels is supported.")
     return name
+
+
+def read_decoding(
+    tensor: Fields, outputs: Sequence[str], activation: str | None, expected_output: Array
+) -> dict[str, Any]:
+    """Return the decoding of outputs that are classes. Raises UnsupportedPackage if they may be something else.
+
+    outputs          names of the channels of the output tensor
+    activation       activation of the package, or None if it is not supported
+    expected_output  output [1, K, z, y, x] of the package's own test
+    """
+    if len(outputs) == 1 or activation == "sigmoid":
+        raise UnsupportedPackage(f"{tensor.locate()} does not specify how labels are computed from the output.")
+    has_background = outputs[0].lower() == "background"
+    if activation != "softmax" and not has_background and not _are_class_probabilities(expected_output):
+        raise UnsupportedPackage(
+            f"{tensor.locate()} does not specify whether its channels, {', '.join(outputs):.200}, are classes. The "
+            "first one is not named background, and their values in the test output do not add up to 1, so they may "
+            "be independent, like foreground and boundary. Choose 'classes' only if they exclude each other."
+        )
+    return {"kind": "classes"}
+
+
+def _are_class_probabilities(scores: Array) -> bool:
+    """Return whether scores [1, K, z, y, x] are probabilities of classes that exclude each other."""
+    is_unit_sum = np.abs(scores.sum(1, dtype=np.float64) - 1).max() <= PROBABILITY_TOLERANCE
+    return bool(is_unit_sum and scores.min() >= -PROBABILITY_TOLERANCE)
 
 
 def _read_steps(tensor: Fields, key: str) -> list[Step]:
