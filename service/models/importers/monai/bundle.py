@@ -212,6 +212,7 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         (_get_only_tensor(formats, "inputs"), "spatial_shape"),
     ):
         size = section.get(key)
+        size = [size] * 3 if isinstance(size, int) else size
         if isinstance(size, list) and len(size) == 3 and all(isinstance(length, int) and length > 0 for length in size):
             return size
     raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")
@@ -231,8 +232,8 @@ def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
 
 
 def _is_disabled(step: Fields) -> bool:
-    """Return whether MONAI skips a transform."""
-    value = step.get("_disabled_")
+    """Return whether MONAI skips a transform. Raises UnsupportedPackage if this depends on an expression."""
+    value = _reject_expressions(step.get("_disabled_"), step.locate("_disabled_"))
     return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 
 
