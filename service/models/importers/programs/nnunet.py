@@ -71,7 +71,7 @@ def read(root: Path) -> Draft:
     }
     problems, notes = dict[str, str](), _describe_choice(Path(root, folder), folds, other_folders)
     with collect_problem(problems, "input.voxel_size"):
-        inputs["voxel_size"], spacing_note = read_voxel_size(plans)
+        inputs["voxel_size"], spacing_note = read_voxel_size(plans.configuration, plans.image_axes, plans.reader)
         notes.append(spacing_note)
     with collect_problem(problems, "input.normalisation"):
         inputs["normalisation"] = read_normalization(plans, len(channel_names))
@@ -288,7 +288,10 @@ def _describe_choice(folder: Path, folds: Sequence[_Fold], other_folders: Sequen
     notes = [f"Imported the configuration {folds[0].configuration} from {files}{average}."]
     used_folds = {fold.file.partition("/")[0] for fold in folds}
     if ignored_folds := [path.name for path in sorted(folder.glob("fold_*")) if path.name not in used_folds]:
-        notes.append(f"Folds that have no {Path(folds[0].file).name} were ignored: {', '.join(ignored_folds[:6])}.")
+        notes.append(
+            f"Folds that have no {Path(folds[0].file).name}, and fold_all if there are others, were ignored:"
+            f" {', '.join(ignored_folds[:6])}."
+        )
     if other_folders:
         notes.append(f"Other models in the folder were not imported: {', '.join(other_folders[:6])}.")
     if not OFFICIAL_TRAINER.fullmatch(folds[0].trainer):
