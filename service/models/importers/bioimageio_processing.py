@@ -7,7 +7,7 @@ reproduced are rejected by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -98,6 +98,33 @@ def _are_class_probabilities(scores: Array) -> bool:
     """Return whether scores [1, K, z, y, x] are probabilities of classes that exclude each other."""
     is_unit_sum = np.abs(scores.sum(1, dtype=np.float64) - 1).max() <= PROBABILITY_TOLERANCE
     return bool(is_unit_sum and scores.min() >= -PROBABILITY_TOLERANCE)
+
+
+def list_ignored_settings(input_tensor: Fields, output_tensor: Fields) -> Iterator[str]:
+    """Yield notes about settings of tensors that StackSeg replaces or that other programs ignore as well."""
+    halo = _read_halo(output_tensor)
+    if any(halo):
+        yield (
+            f"The package removes a halo of {halo} pixels from each window ({output_tensor.locate()}). StackSeg blends"
+            " overlapping windows instead."
+        )
+    if not isinstance(input_tensor.get("axes"), list):
+        return
+    axes = {str(axis.get("id")): axis for axis in input_tensor.get_mappings("axes")}
+    if all(axes[name].get("unit") for name in "zyx"):
+        sizes = [f"{axes[name].get('scale') or 1} {axes[name].get('unit')}" for name in "zyx"]
+        yield (
+            f"The package specifies a pixel size of {', '.join(sizes)} along z, y and x, which is not used, as in"
+            " bioimageio.core. To resample stacks to this size, specify --voxel-size."
+        )
+
+
+def _read_halo(output_tensor: Fields) -> list[Any]:
+    """Return the halo along each axis, or an empty list. Since format 0.5, a halo belongs to an axis."""
+    axes, halo = output_tensor.get("axes"), output_tensor.get("halo")
+    if isinstance(axes, list):
+        return [axis.get("halo") or 0 for axis in axes]
+    return halo if isinstance(halo, list) else []
 
 
 def _read_steps(tensor: Fields, key: str) -> list[Step]:

@@ -226,14 +226,26 @@ def test_halos_and_pixel_sizes_that_are_not_used_are_noted(
             for axis, size in zip(tensor["axes"][2:], (0.5, 0.2, 0.2), strict=True):
                 axis |= {"scale": size, "unit": "micrometer"}
 
+    def add_halo_to_axes(rdf: dict[str, Any]) -> None:
+        for axis, halo in zip(rdf["outputs"][0]["axes"][2:], (2, 4, 4), strict=True):
+            axis["halo"] = halo
+
     old = change_description(write_04(tmp_path / "old", bands_network, image), add_halo)
     new = change_description(write_05(tmp_path / "new", bands_network, image), add_pixel_sizes)
-    assert_is_valid(old)
-    assert_is_valid(new)
+    new_with_halo = change_description(write_05(tmp_path / "halo", bands_network, image), add_halo_to_axes)
+    for folder in (old, new, new_with_halo):
+        assert_is_valid(folder)
 
-    assert any("a halo of [0, 0, 2, 4, 4] pixels" in note for note in bioimageio.read(old).notes)
+    for folder in (old, new_with_halo):
+        assert any("a halo of [0, 0, 2, 4, 4] pixels" in note for note in bioimageio.read(folder).notes)
     sizes = "0.5 micrometer, 0.2 micrometer, 0.2 micrometer along z, y and x"
     assert any(f"a pixel size of {sizes}, which is not used" in note for note in bioimageio.read(new).notes)
+
+
+def test_output_that_is_smaller_than_the_input_is_rejected(package: Path) -> None:
+    change_description(package, lambda rdf: rdf["outputs"][0]["axes"][4]["size"].update(offset=-8))
+    with pytest.raises(UnsupportedPackage, match=r"outputs\[0\]\.axes\[4\]\.size: the output must have the size"):
+        bioimageio.read(package)
 
 
 def test_odd_credits_and_covers_do_not_prevent_an_import(package: Path, tmp_path: Path) -> None:
