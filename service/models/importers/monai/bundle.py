@@ -212,7 +212,7 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         (_get_only_tensor(formats, "inputs"), "spatial_shape"),
     ):
         size = section.get(key)
-        size = [size] * 3 if isinstance(size, int) else size
+        size = [size] * 3 if type(size) is int else size
         if isinstance(size, list) and len(size) == 3 and all(isinstance(length, int) and length > 0 for length in size):
             return size
     raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")

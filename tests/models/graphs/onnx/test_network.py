@@ -81,7 +81,7 @@ VOLUME = ["b", 1, 8, 8, 8]
     ("shape", "nodes", "options", "reason"),
     [
         (["b", 1, 8, 8], RELU, {}, "graph.input x: the input has 4 axes"),
-        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type"),
+        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type.*example input of float32"),
         (
             VOLUME,
             RELU,

@@ -300,6 +300,11 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
     assert any("Your value of input.voxel_size" in note and "transforms[0]" in note for note in notes)
 
 
+def test_single_number_is_the_window_size_along_all_axes(import_bundle: Callable[..., ImportResult]) -> None:
+    inferer = {"_target_": "SlidingWindowInferer", "roi_size": 16}
+    assert import_bundle(make_config(inferer=inferer)).spec.input.roi_size == (16, 16, 16)
+
+
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
     inference = make_preprocessing_config(orientation, RANGE, crop)

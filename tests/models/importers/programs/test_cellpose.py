@@ -100,6 +100,11 @@ def test_model_without_style_is_refused_by_its_name(tmp_path):
     cellpose.read_file(save(tmp_path, name.replace("style_off", "style_on")))
 
 
+def test_more_channels_than_those_of_the_network_are_refused(tmp_path):
+    with pytest.raises(BrokenModel, match="the network has 2 channels, but the window has 3"):
+        import_model(MODEL, tmp_path / "models", {"input": {"channels": 3}})
+
+
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
         content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content
