@@ -155,7 +155,9 @@ def _check_network(network: nn.Module, spec: ModelSpec, forward: Callable[[nn.Mo
         with observe_calls(network):
             scores = forward(network, torch.zeros(shape))
     except (RuntimeError, ValueError, ArithmeticError, TypeError, LookupError, AttributeError) as error:
-        raise BrokenModel(f"{spec.folder}: the network does not accept a window of shape {shape}: {error}") from error
+        raise BrokenModel(
+            f"{spec.folder}: the network does not accept a window of shape {shape} (batch, channel, z, y, x): {error}"
+        ) from error
     if not isinstance(scores, Tensor):
         raise BrokenModel(
             f"{spec.folder}: the network returned a {type(scores).__name__} instead of a tensor of scores."

@@ -112,6 +112,8 @@ class PlaneNetwork(nn.Module):
         """
         batch_size, channels, depth, height, width = x.shape
         planes = x.transpose(1, 2).reshape(batch_size * depth, channels, height, width)
+        if channels > self.in_channels:
+            raise ValueError(f"the network has {self.in_channels} channels, but the window has {channels}")
         if channels < self.in_channels:
             planes = functional.pad(planes, (0, 0, 0, 0, 0, self.in_channels - channels))
         scores = self.score_planes(planes).reshape(batch_size, depth, 3, height, width).transpose(1, 2)

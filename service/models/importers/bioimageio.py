@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ from service.models.exporters.bioimageio_processing import make_preprocessing
 from service.models.exporters.model_keys import NAME as CONFIG_KEY
 from service.models.exporters.model_keys import read_model_keys
 from service.models.importers import onnx_file
-from service.models.importers.bioimageio_processing import read_activation, read_normalization
+from service.models.importers.bioimageio_processing import (
+    list_ignored_settings,
+    read_activation,
+    read_decoding,
+    read_normalization,
+)
 from service.models.importers.draft import (
     Draft,
     Fields,
@@ -75,10 +80,11 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         content["input"]["normalisation"] = read_normalization(input_tensor, input_axes.channel_count)
     with collect_problem(problems, "activation"):
         content["activation"] = read_activation(output_tensor)
-    if output_axes.channel_count > 1 and content.get("activation") != "sigmoid":
-        content["decoding"] = {"kind": "classes"}
-    else:
-        problems["decoding"] = f"{output_tensor.locate()} does not specify how labels are computed from the output."
+    with collect_problem(problems, "decoding"):
+        expected_output = tests[0].expected_output
+        content["decoding"] = read_decoding(
+            output_tensor, content["outputs"], content.get("activation"), expected_output
+        )
     if _restore_model(rdf, content):
         problems = {}
     file = _find_checked_file(root, weights)
@@ -88,29 +94,10 @@ def read(root: Path, adapt: Callable[[Fields], Fields] = lambda rdf: rdf) -> Dra
         content["input"] |= onnx_file.read_settings(file)[1]
     notes = (
         f"Imported from {key} weights of {rdf.get_string('name')!r}.",
-        *_list_ignored_settings(input_tensor, output_tensor),
+        *list_ignored_settings(input_tensor, output_tensor),
     )
     picture = _find_cover(root, rdf)
     return Draft(content, file, kind, tests, problems, notes, description="a bioimage.io package", picture=picture)
-
-
-def _list_ignored_settings(input_tensor: Fields, output_tensor: Fields) -> Iterator[str]:
-    """Yield notes about settings that StackSeg replaces or that other programs ignore as well."""
-    # Since format 0.5, a halo belongs to an axis.
-    halo = output_tensor.get("halo")
-    if isinstance(halo, list) and any(halo):
-        yield (
-            f"The package removes a halo of {halo} pixels from each window ({output_tensor.locate('halo')}). StackSeg"
-            " blends overlapping windows instead."
-        )
-    if isinstance(input_tensor.get("axes"), list):
-        axes = {str(axis.get("id")): axis for axis in input_tensor.get_mappings("axes")}
-        sizes = [f"{axes[name].get('scale') or 1} {axes[name].get('unit')}" for name in "zyx" if axes[name].get("unit")]
-        if len(sizes) == len("zyx"):
-            yield (
-                f"The package specifies a pixel size of {', '.join(sizes)} along z, y and x, which is not used, as in"
-                " bioimageio.core. To resample stacks to this size, specify --voxel-size."
-            )
 
 
 def _describe(rdf: Fields) -> dict[str, Any]:
@@ -245,8 +232,11 @@ class _Axes:
 def _read_size(axis: Fields) -> int | None:
     """Return the size of an axis, or None if it refers to another axis."""
     size = axis.get("size")
-    if axis.get("halo") or (isinstance(size, dict) and size.get("offset")):
-        raise UnsupportedPackage(f"{axis.locate('size')}: the output must have the size of the input and no halo.")
+    if isinstance(size, dict) and size.get("offset"):
+        raise UnsupportedPackage(
+            f"{axis.locate('size')}: the output must have the size of the input. Export the network with padding, so "
+            "that offset is 0."
+        )
     if isinstance(size, dict) and "min" in size:
         return _choose_size(size["min"], size.get("step", 0))
     return size if isinstance(size, int) else None

@@ -1,4 +1,4 @@
-"""Preprocessing and postprocessing steps of bioimage.io models, as a normalization and an activation.
+"""Preprocessing and postprocessing steps of bioimage.io models, as a normalization, an activation and a decoding.
 
 Source: the formulas of the bioimage.io specification, model descriptions 0.4 and 0.5. Settings that cannot be
 reproduced are rejected by name.
@@ -7,11 +7,15 @@ reproduced are rejected by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from service.core.errors import UnsupportedPackage
+from service.core.types import Array
 from service.models.importers.draft import Fields
+from service.models.spec import PROBABILITY_TOLERANCE
 
 Step = tuple[str, Fields]
 Normalizations = list[dict[str, Any]]
@@ -67,6 +71,60 @@ def read_activation(tensor: Fields) -> str:
     if name == "softmax" and settings.get("axis") not in {None, "channel"}:
         raise UnsupportedPackage(f"{settings.locate('axis')}: only a softmax over channels is supported.")
     return name
+
+
+def read_decoding(
+    tensor: Fields, outputs: Sequence[str], activation: str | None, expected_output: Array
+) -> dict[str, Any]:
+    """Return the decoding of outputs that are classes. Raises UnsupportedPackage if they may be something else.
+
+    outputs          names of the channels of the output tensor
+    activation       activation of the package, or None if it is not supported
+    expected_output  output [1, K, z, y, x] of the package's own test
+    """
+    if len(outputs) == 1 or activation == "sigmoid":
+        raise UnsupportedPackage(f"{tensor.locate()} does not specify how labels are computed from the output.")
+    has_background = outputs[0].lower() == "background"
+    if activation != "softmax" and not has_background and not _are_class_probabilities(expected_output):
+        raise UnsupportedPackage(
+            f"{tensor.locate()} does not specify whether its channels, {', '.join(outputs):.200}, are classes. The "
+            "first one is not named background, and their values in the test output do not add up to 1, so they may "
+            "be independent, like foreground and boundary. Choose 'classes' only if they exclude each other."
+        )
+    return {"kind": "classes"}
+
+
+def _are_class_probabilities(scores: Array) -> bool:
+    """Return whether scores [1, K, z, y, x] are probabilities of classes that exclude each other."""
+    is_unit_sum = np.abs(scores.sum(1, dtype=np.float64) - 1).max() <= PROBABILITY_TOLERANCE
+    return bool(is_unit_sum and scores.min() >= -PROBABILITY_TOLERANCE)
+
+
+def list_ignored_settings(input_tensor: Fields, output_tensor: Fields) -> Iterator[str]:
+    """Yield notes about settings of tensors that StackSeg replaces or that other programs ignore as well."""
+    halo = _read_halo(output_tensor)
+    if any(halo):
+        yield (
+            f"The package removes a halo of {halo} pixels from each window ({output_tensor.locate()}). StackSeg blends"
+            " overlapping windows instead."
+        )
+    if not isinstance(input_tensor.get("axes"), list):
+        return
+    axes = {str(axis.get("id")): axis for axis in input_tensor.get_mappings("axes")}
+    if all(axes[name].get("unit") for name in "zyx"):
+        sizes = [f"{axes[name].get('scale') or 1} {axes[name].get('unit')}" for name in "zyx"]
+        yield (
+            f"The package specifies a pixel size of {', '.join(sizes)} along z, y and x, which is not used, as in"
+            " bioimageio.core. To resample stacks to this size, specify --voxel-size."
+        )
+
+
+def _read_halo(output_tensor: Fields) -> list[Any]:
+    """Return the halo along each axis, or an empty list. Since format 0.5, a halo belongs to an axis."""
+    axes, halo = output_tensor.get("axes"), output_tensor.get("halo")
+    if isinstance(axes, list):
+        return [axis.get("halo") or 0 for axis in axes]
+    return halo if isinstance(halo, list) else []
 
 
 def _read_steps(tensor: Fields, key: str) -> list[Step]:

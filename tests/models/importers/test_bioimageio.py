@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import shutil
 from collections.abc import Callable
@@ -180,7 +181,9 @@ def test_package_is_imported_and_checked_with_its_own_tests(
 ) -> None:
     folder = write(tmp_path / "package", bands_network, image)
     assert_is_valid(folder)
-    spec, notes = import_model(folder, tmp_path / "models", {}, trust=write is write_04)
+    # The package in format 0.4 contains logits of outputs without names.
+    overrides = {"decoding": {"kind": "classes"}} if write is write_04 else {}
+    spec, notes = import_model(folder, tmp_path / "models", overrides, trust=write is write_04)
     assert (spec.name, spec.licence) == ("bands-of-brightness", "CC0-1.0")
     assert (spec.authors, spec.cite) == (("A. Tester",), (Citation(text="None", doi="10.1234/fake"),))
     assert (spec.folder / PICTURE_FILE).read_bytes() == PNG
@@ -223,14 +226,26 @@ def test_halos_and_pixel_sizes_that_are_not_used_are_noted(
             for axis, size in zip(tensor["axes"][2:], (0.5, 0.2, 0.2), strict=True):
                 axis |= {"scale": size, "unit": "micrometer"}
 
+    def add_halo_to_axes(rdf: dict[str, Any]) -> None:
+        for axis, halo in zip(rdf["outputs"][0]["axes"][2:], (2, 4, 4), strict=True):
+            axis["halo"] = halo
+
     old = change_description(write_04(tmp_path / "old", bands_network, image), add_halo)
     new = change_description(write_05(tmp_path / "new", bands_network, image), add_pixel_sizes)
-    assert_is_valid(old)
-    assert_is_valid(new)
+    new_with_halo = change_description(write_05(tmp_path / "halo", bands_network, image), add_halo_to_axes)
+    for folder in (old, new, new_with_halo):
+        assert_is_valid(folder)
 
-    assert any("a halo of [0, 0, 2, 4, 4] pixels" in note for note in bioimageio.read(old).notes)
+    for folder in (old, new_with_halo):
+        assert any("a halo of [0, 0, 2, 4, 4] pixels" in note for note in bioimageio.read(folder).notes)
     sizes = "0.5 micrometer, 0.2 micrometer, 0.2 micrometer along z, y and x"
     assert any(f"a pixel size of {sizes}, which is not used" in note for note in bioimageio.read(new).notes)
+
+
+def test_output_that_is_smaller_than_the_input_is_rejected(package: Path) -> None:
+    change_description(package, lambda rdf: rdf["outputs"][0]["axes"][4]["size"].update(offset=-8))
+    with pytest.raises(UnsupportedPackage, match=r"outputs\[0\]\.axes\[4\]\.size: the output must have the size"):
+        bioimageio.read(package)
 
 
 def test_odd_credits_and_covers_do_not_prevent_an_import(package: Path, tmp_path: Path) -> None:
@@ -342,8 +357,58 @@ def test_invalid_test_tensors_are_rejected(package: Path, tmp_path: Path, damage
         import_model(package, tmp_path / "models", {})
 
 
+@pytest.mark.parametrize(
+    ("name", "ending", "is_accepted"),
+    [
+        ("foreground", "sigmoid", False),
+        ("foreground", "logits", False),
+        ("foreground", "softmax", True),
+        ("Background", "logits", True),
+        ("background", "sigmoid", True),
+    ],
+)
+def test_outputs_without_activation_are_classes_only_if_they_exclude_each_other(
+    package: Path, tmp_path: Path, name: str, ending: str, is_accepted: bool
+) -> None:
+    """Many networks for nuclei and cells return a foreground and a boundary, after a sigmoid in the network."""
+    scores = torch.randn(1, 3, *SHAPE[2:], generator=torch.Generator().manual_seed(0))
+    scores = {"sigmoid": torch.sigmoid(scores), "softmax": torch.softmax(scores, 1), "logits": scores}[ending]
+    np.save(package / "output.npy", scores.numpy())
+
+    def remove_activation(rdf: dict[str, Any]) -> None:
+        output = rdf["outputs"][0]
+        output["axes"][1]["channel_names"] = [name, "boundary", "other"]
+        output["test_tensor"].pop("sha256")
+        del output["postprocessing"]
+
+    draft = bioimageio.read(change_description(package, remove_activation))
+    if is_accepted:
+        assert draft.content["decoding"] == {"kind": "classes"}
+    else:
+        assert "foreground, boundary, other, are classes" in draft.problems["decoding"]
+
+
+def test_error_of_a_small_output_is_not_hidden_by_a_large_one(
+    bands_network: nn.Module, tmp_path: Path, image: np.ndarray
+) -> None:
+    """The test of a package has a tolerance for each output, because distances can be far larger than 1."""
+    network = copy.deepcopy(bands_network)
+    weight, bias = list(network.parameters())[-2:]
+    with torch.no_grad():
+        weight[:, 2] *= 1e5
+        bias[2] *= 1e5
+    folder = write_04(tmp_path / "package", network, image)
+    overrides = {"decoding": {"kind": "classes"}, "outputs": ["one", "two", "far"]}
+    import_model(folder, tmp_path / "models", overrides, "exact", trust=True)
+    expected = np.load(folder / "output.npy")
+    expected[:, 1] += 0.5
+    np.save(folder / "output.npy", expected)
+    with pytest.raises(BrokenModel, match=r"the output 'two' differs from the package's expected output by 0\.5"):
+        import_model(folder, tmp_path / "models", overrides, "inexact", trust=True)
+
+
 def test_package_whose_test_is_not_reproduced_is_rejected(package: Path, tmp_path: Path) -> None:
     overrides = {"input": {"normalisation": {"kind": "zscore"}}}
-    with pytest.raises(BrokenModel, match="the output differs from the package's expected output"):
+    with pytest.raises(BrokenModel, match="the output 'background' differs from the package's expected output"):
         import_model(package, tmp_path / "models", overrides)
     assert list((tmp_path / "models").iterdir()) == []

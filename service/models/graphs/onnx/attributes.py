@@ -75,7 +75,8 @@ def read_torch_mode(attributes: Mapping[str, Any], *, is_legacy: bool) -> str:
         raise UnsupportedCall("antialias or axes: these attributes are not supported.")
     torch_mode = TORCH_MODES.get((mode, coordinates, rounding) if mode == "nearest" else (mode, coordinates))
     if torch_mode is None:
-        raise UnsupportedCall(f"mode: the combination of {mode}, {coordinates} and {rounding} is not supported.")
+        problem = f"mode: the combination of {mode}, {coordinates} and {rounding} is not supported."
+        raise UnsupportedCall(f"{problem} Export the network with opset 11 or later." if is_legacy else problem)
     return torch_mode
 
 

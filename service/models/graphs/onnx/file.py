@@ -107,7 +107,8 @@ def find_image(model: Model) -> TensorInfo:
         )
     if image.dtype not in FLOATING_POINT_TYPES:
         raise BrokenModel(
-            f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported."
+            f"graph.input {image.name}: the data type is {image.dtype}; only floating-point types are supported. "
+            "Export the network with an example input of float32."
         )
     return image
 

@@ -35,6 +35,7 @@ PASS_THROUGH_OPERATORS = {"Identity", "Dropout"}
 MAX_INLINED_NUMBERS = 64
 # Maximum total number of elements of all tensors computed from constants while loading: 2 GiB as float32.
 MAX_CONSTANT_ELEMENTS = 2**29
+Ints = Sequence[int]
 _BUILD_ERRORS = (ValueError, TypeError, LookupError, RuntimeError, ArithmeticError, AttributeError)
 
 
@@ -245,13 +246,22 @@ class _NetworkBuilder:
         start_padding, end_padding = settings.pop("start_padding"), settings.pop("end_padding")
         settings["ceil_mode"] = bool(attributes.get("ceil_mode", 0))
         if node.operator == "MaxPool":
-            # Pad with -inf, so that padded voxels are never the maximum.
-            padding = flatten_padding(zip(start_padding, end_padding, strict=True))
-            self._add_layer(node, nn.MaxPool3d(kernel, **settings), padding, -math.inf)
+            self._add_max_pooling(node, {"kernel_size": kernel, **settings}, start_padding, end_padding)
             return
         if settings.pop("dilation") != (1, 1, 1) or start_padding != end_padding:
             raise UnsupportedCall("dilations, pads: these values are not supported.")
         self._add_layer(node, nn.AvgPool3d(kernel, padding=start_padding, count_include_pad=counts_padding, **settings))
+
+    def _add_max_pooling(self, node: Node, settings: dict[str, Any], start_padding: Ints, end_padding: Ints) -> None:
+        if settings["ceil_mode"] and any(end_padding):
+            # No window may start in the padding at the end, which torch ensures only for its own, symmetric padding.
+            is_large = any(2 * n > length for n, length in zip(end_padding, settings["kernel_size"], strict=True))
+            if start_padding != end_padding or is_large:
+                raise UnsupportedCall("ceil_mode, pads: this combination is not supported; export without ceil_mode.")
+            settings["padding"], start_padding, end_padding = end_padding, (0, 0, 0), (0, 0, 0)
+        # Pad with -inf, so that padded voxels are never the maximum.
+        padding = flatten_padding(zip(start_padding, end_padding, strict=True))
+        self._add_layer(node, nn.MaxPool3d(**settings), padding, -math.inf)
 
     def _add_resize(self, node: Node) -> None:
         is_legacy = node.operator == "Upsample" or self._model.opset < 11

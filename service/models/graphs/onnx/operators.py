@@ -97,7 +97,7 @@ def slice_axes(x: Value, starts: Value, ends: Value, axes: Value = None, steps: 
         if step < 0:
             length = x.shape[axis]
             indices = range(length)[start : stop if stop >= -length else None : step]
-            x = x.index_select(axis, torch.tensor(list(indices), device=x.device))
+            x = x.index_select(axis, torch.tensor(list(indices), dtype=torch.int64, device=x.device))
         else:
             x = x[(*[slice(None)] * (axis % x.dim()), slice(start, stop, step))]
     return x

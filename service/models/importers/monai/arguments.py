@@ -49,9 +49,14 @@ def check_dtypes(step: Fields) -> None:
 
 
 def is_enabled(step: Fields, key: str) -> bool:
-    """Return the value of a flag, or of a list with the same flag for each key."""
+    """Return the value of a flag, or of a list with the same flag for each key. Raises UnsupportedPackage for text."""
     value = step.get(key)
-    flags = {bool(flag) for flag in value} if isinstance(value, list) and value else {bool(value)}
+    values = value if isinstance(value, list) and value else [value]
+    if any(isinstance(flag, str) for flag in values):
+        raise UnsupportedPackage(
+            f"{step.locate(key)}: expected true or false, not {value!r:.80}. Code from a package is never run."
+        )
+    flags = set(map(bool, values))
     if len(flags) > 1:
         raise UnsupportedPackage(f"{step.locate(key)}: different values for several keys are not supported: {value}.")
     return flags.pop()

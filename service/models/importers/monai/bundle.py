@@ -8,6 +8,7 @@ a problem. Source: specification of the MONAI bundle format, version 0.1.10.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ SPACING_NOTE = (
     "value unless you specified a different one. Specify the voxel size if the bundle uses other units, such as the "
     "millimeters of NIfTI files."
 )
+ORDER_NOTE = (
+    "The bundle applies {} after {}, and StackSeg before it. If a stack has other voxels, its intensities differ, "
+    "particularly next to voxels that are clipped."
+)
 
 
 def is_package(root: Path) -> bool:
@@ -89,10 +94,27 @@ def read(root: Path) -> Draft:
         problems["decoding"] = (
             "postprocessing: labels can be derived only by an argmax over several outputs, which the bundle lacks."
         )
-    notes = [AXES_NOTE]
-    if "voxel_size" in inputs:
-        notes.append(SPACING_NOTE.format(", ".join(f"{size:g}" for size in inputs["voxel_size"])))
-    return Draft(content, file, kind, problems=problems, notes=tuple(notes), description="a MONAI bundle")
+    notes = tuple(_list_notes(config, inputs))
+    return Draft(content, file, kind, problems=problems, notes=notes, description="a MONAI bundle")
+
+
+def _list_notes(config: Fields, inputs: dict[str, Any]) -> Iterator[str]:
+    """Yield notes about the axes and the resampling. `inputs` contains the keys of `input`."""
+    yield AXES_NOTE
+    if "voxel_size" not in inputs:
+        return
+    yield SPACING_NOTE.format(", ".join(f"{size:g}" for size in inputs["voxel_size"]))
+    if not _is_linear(inputs.get("normalisation", [])):
+        order = [name for name, _ in _read_transforms(config, "preprocessing")]
+        name = next(name for name in order if name in TRANSLATORS)
+        if order.index(SPACING_TRANSFORM) < order.index(name):
+            yield ORDER_NOTE.format(name, SPACING_TRANSFORM)
+
+
+def _is_linear(normalization: dict[str, Any] | list[dict[str, Any]]) -> bool:
+    """Return whether a normalization gives the same result before and after resampling."""
+    channels = normalization if isinstance(normalization, list) else [normalization]
+    return all(channel["kind"] == "range" and channel.get("clip") is None for channel in channels)
 
 
 def _read_input(config: Fields, formats: Fields, problems: dict[str, str]) -> dict[str, Any]:
@@ -212,6 +234,7 @@ def _read_roi_size(config: Fields, formats: Fields) -> list[int]:
         (_get_only_tensor(formats, "inputs"), "spatial_shape"),
     ):
         size = section.get(key)
+        size = [size] * 3 if type(size) is int else size
         if isinstance(size, list) and len(size) == 3 and all(isinstance(length, int) and length > 0 for length in size):
             return size
     raise UnsupportedPackage("inferer.roi_size: expected the window size in voxels along three axes.")
@@ -231,8 +254,8 @@ def _read_transforms(config: Fields, key: str) -> list[tuple[str, Fields]]:
 
 
 def _is_disabled(step: Fields) -> bool:
-    """Return whether MONAI skips a transform."""
-    value = step.get("_disabled_")
+    """Return whether MONAI skips a transform. Raises UnsupportedPackage if this depends on an expression."""
+    value = _reject_expressions(step.get("_disabled_"), step.locate("_disabled_"))
     return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 
 

@@ -35,6 +35,8 @@ DEFAULT_DIAMETER, NUCLEI_DIAMETER = 30.0, 17.0
 NUCLEI_FILE = "nucleitorch_0"
 # Names that Cellpose 1 gives to its models, whose files contain no diameters. Neither do files of Omnipose.
 CELLPOSE_1_NAME = re.compile(r"(cyto2?|nuclei)torch_\d|cellpose_residual_")
+# Part of the name that Cellpose 1 and 2 give to a model without a style. Its tensors are those of a model with a style.
+STYLE_OFF = "style_off"
 # Diameters that are plausible in a file.
 MIN_DIAMETER, MAX_DIAMETER = 1.0, 1000.0
 # Outputs of Omnipose for planes: two flows, the distance and the boundary.
@@ -149,6 +151,12 @@ def _check_kind(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if tensors[FIRST_LAYER].dim() != 4:
         raise UnsupportedPackage(f"{path.name} is a model of Cellpose with 3D convolutions, which is not supported.")
     _check_outputs(path, tensors[LAST_LAYER].shape[0] if tensors[LAST_LAYER].dim() else 0)
+    if STYLE_OFF in path.name:
+        raise UnsupportedPackage(
+            f"{path.name}: according to its name, this network of Cellpose 1 or 2 was trained without a style, which is"
+            " not supported. Train it with the default network. If it has a style, rename the file without"
+            f" '{STYLE_OFF}'."
+        )
     if not {"diam_mean", "diam_labels"} & tensors.keys() and not CELLPOSE_1_NAME.match(path.name):
         raise UnsupportedPackage(
             f"{path.name} contains no object diameter, so it is from Cellpose 1 or Omnipose. Models of Omnipose"

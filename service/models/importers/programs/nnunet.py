@@ -32,8 +32,8 @@ from service.models.importers.programs.nnunet_plans import (
     read_architecture,
     read_normalization,
     read_plans,
-    read_voxel_size,
 )
+from service.models.importers.programs.nnunet_resampling import read_voxel_size
 
 CHECKPOINT_NAMES = ("checkpoint_final.pth", "checkpoint_best.pth")
 # Second names of the tensors in a checkpoint: every block lists its layers twice, and the decoder contains the encoder.
@@ -63,15 +63,16 @@ def read(root: Path) -> Draft:
     channel_names = _read_channel_names(dataset)
     architecture = read_architecture(plans, len(channel_names), len(labels.outputs))
     architecture["arguments"]["num_folds"] = len(folds)
-    voxel_size, spacing_note = read_voxel_size(plans)
     inputs: dict[str, Any] = {
         "channels": len(channel_names),
         "channel_names": channel_names,
-        "voxel_size": voxel_size,
         **plans.read_window_settings(architecture),
         "mirror_axes": _read_mirror_axes(folds[0], plans),
     }
-    problems: dict[str, str] = {}
+    problems, notes = dict[str, str](), _describe_choice(Path(root, folder), folds, other_folders)
+    with collect_problem(problems, "input.voxel_size"):
+        inputs["voxel_size"], spacing_note = read_voxel_size(plans.configuration, plans.image_axes, plans.reader)
+        notes.append(spacing_note)
     with collect_problem(problems, "input.normalisation"):
         inputs["normalisation"] = read_normalization(plans, len(channel_names))
     content: dict[str, Any] = {
@@ -86,11 +87,7 @@ def read(root: Path) -> Draft:
         "activation": "softmax" if labels.classes is None else "sigmoid",
         "decoding": {"kind": "classes"} if labels.classes is None else {"kind": "regions", "classes": labels.classes},
     }
-    notes = [
-        *_describe_choice(Path(root, folder), folds, other_folders),
-        spacing_note,
-        *_describe_differences(inputs, folds),
-    ]
+    notes += _describe_differences(inputs, folds)
     draft = Draft(content, Path(root, folder, folds[0].file), "state dict", problems=problems, notes=tuple(notes))
     return replace(draft, description="a model of nnU-Net v2", tensors=_merge(folds, plans))
 
@@ -291,7 +288,10 @@ def _describe_choice(folder: Path, folds: Sequence[_Fold], other_folders: Sequen
     notes = [f"Imported the configuration {folds[0].configuration} from {files}{average}."]
     used_folds = {fold.file.partition("/")[0] for fold in folds}
     if ignored_folds := [path.name for path in sorted(folder.glob("fold_*")) if path.name not in used_folds]:
-        notes.append(f"Folds that have no {Path(folds[0].file).name} were ignored: {', '.join(ignored_folds[:6])}.")
+        notes.append(
+            f"Folds that have no {Path(folds[0].file).name}, and fold_all if there are others, were ignored:"
+            f" {', '.join(ignored_folds[:6])}."
+        )
     if other_folders:
         notes.append(f"Other models in the folder were not imported: {', '.join(other_folders[:6])}.")
     if not OFFICIAL_TRAINER.fullmatch(folds[0].trainer):
@@ -307,7 +307,7 @@ def _describe_differences(inputs: dict[str, Any], folds: Sequence[_Fold]) -> lis
         f"Use quality=best for the inference of nnU-Net: an overlap of 0.5{mirroring}. The default is faster.",
         "The rules in nnU-Net's postprocessing.json, such as keeping only the largest component, are not applied.",
     ]
-    if inputs["resampling"] == "linear":
+    if inputs["resampling"] == "linear" and inputs.get("voxel_size", True):
         notes.append("Stacks are resampled linearly, because the plans specify other than nnU-Net's default methods.")
     if math.prod(inputs["roi_size"]) * len(folds) > 2**22:
         notes.append("The windows are large, so a service without a GPU needs minutes for a stack.")

@@ -1,4 +1,4 @@
-"""Read the plans of nnU-Net v2: the network, the windows, the normalization and the voxel size of a configuration."""
+"""Read the plans of nnU-Net v2: the network, the windows and the normalization of a configuration."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from service.core.errors import UnsupportedPackage
 from service.models.importers.draft import Fields
+from service.models.importers.programs.nnunet_resampling import has_default_resampling
 
 MAX_STAGES = 16
 # Maximum number of voxels of a window. nnU-Net's largest presets use 2**24.
 MAX_WINDOW_VOXELS = 2**25
 MAX_WINDOW_LENGTH = 4096
-MICROMETERS_PER_MILLIMETER = 1000.0
-RESAMPLING_DEFAULTS = {"is_seg": False, "order": 3, "order_z": 0, "force_separate_z": None}
 PREPROCESSOR = "DefaultPreprocessor"
 # Arguments of the networks that do not affect inference, or that are read elsewhere.
 _KNOWN_ARGUMENTS = frozenset(
@@ -45,16 +44,6 @@ class Plans(NamedTuple):
     reader: str
     intensities: Fields
 
-    @property
-    def has_default_resampling(self) -> bool:
-        """Whether images are resampled with cubic splines, and scores linearly, as `input.resampling: nnunet` does."""
-        return all(
-            self.configuration.get(f"resampling_fn_{kind}") == "resample_data_or_seg_to_shape"
-            and {**RESAMPLING_DEFAULTS, **self.configuration.get_mapping(f"resampling_fn_{kind}_kwargs").as_dict()}
-            == {**RESAMPLING_DEFAULTS, "order": order}
-            for kind, order in (("data", 3), ("probabilities", 1))
-        )
-
     def arrange(self, values: Sequence[Any]) -> list[Any]:
         """Return values for the axes of the network in the order of the axes (z, y, x) of the images."""
         return [values[axis] for axis in self.image_axes]
@@ -74,7 +63,7 @@ class Plans(NamedTuple):
             "roi_multiple": multiple,
             "tiling": "nnunet",
             "crop_zeros": True,
-            "resampling": "nnunet" if self.has_default_resampling else "linear",
+            "resampling": "nnunet" if has_default_resampling(self.configuration) else "linear",
         }
 
 
@@ -255,34 +244,6 @@ def _read_keywords(arguments: Fields, key: str, names: Sequence[str]) -> dict[st
         if (name not in names and name != "inplace") or not isinstance(value, bool | int | float):
             raise UnsupportedPackage(f"{keywords.locate(name)}: this argument is not supported.")
     return {name: keywords.get(name) for name in names if name in keywords}
-
-
-def read_voxel_size(plans: Plans) -> tuple[list[float] | None, str]:
-    """Return the voxel size (z, y, x) in um, and a note about the unit, which plans do not specify.
-
-    The voxel size is None if it is 1 along all axes, which nnU-Net assumes for files without a voxel size.
-    """
-    spacing, location = plans.configuration.get("spacing"), plans.configuration.locate("spacing")
-    if not isinstance(spacing, list) or len(spacing) != 3 or not all(map(_is_positive_number, spacing)):
-        raise UnsupportedPackage(f"{location}: expected three positive numbers, not {spacing!r:.80}.")
-    values = plans.arrange(spacing)
-    text = " x ".join(f"{value:g}" for value in values)
-    if all(abs(value - 1) < 1e-3 for value in values):
-        return None, (
-            f"The spacing of the training images, {text}, seems to be unknown, so stacks are used at their original "
-            "resolution. If it is known, specify --voxel-size Z,Y,X in micrometers."
-        )
-    is_tiff = "tif" in plans.reader.lower()
-    sizes = [value * (1 if is_tiff else MICROMETERS_PER_MILLIMETER) for value in values]
-    unit, files = ("micrometers", "TIFF files") if is_tiff else ("millimeters", "medical file formats")
-    return sizes, (
-        f"The spacing of the training images, {text}, was read as {unit}, the usual unit of {files}. If the unit is a "
-        f"different one, specify --voxel-size Z,Y,X in micrometers, or --voxel-size none to disable resampling."
-    )
-
-
-def _is_positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-12 < value < 1e12
 
 
 def read_normalization(plans: Plans, channel_count: int) -> dict[str, Any] | list[dict[str, Any]]:

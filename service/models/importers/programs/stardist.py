@@ -161,7 +161,9 @@ def _read_rays(config: Fields, num_rays: int) -> dict[str, Any]:
         )
     if settings.get("n") != num_rays:
         raise UnsupportedPackage(f"{CONFIG_FILE}: rays_json: expected {num_rays} rays, not {settings.get('n')!r:.80}.")
-    anisotropy = _read_numbers(settings, "anisotropy") if "anisotropy" in settings else None
+    # StarDist's configuration replaces a missing anisotropy of the rays, also when it is read from a file.
+    source = settings if "anisotropy" in settings else config
+    anisotropy = _read_numbers(source, "anisotropy") if "anisotropy" in source else None
     return {"kind": "golden-spiral", "count": num_rays, "anisotropy": anisotropy}
 
 

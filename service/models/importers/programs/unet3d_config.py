@@ -20,8 +20,14 @@ PHASES = ("val", "test", "train")
 # Keys of the section `model` that are translated to other keys of a model file, or change only the training.
 _OTHER_MODEL_KEYS = frozenset(["name", "final_sigmoid", "is_segmentation", "conv_padding", "dropout_prob"])
 _ARGUMENT_NAMES = tuple(field.name for field in fields(Arguments))
-# Transforms that only augment the training data, or convert arrays to tensors.
-_AUGMENTATION_PREFIXES = ("Random", "Elastic", "Gaussian", "Additive", "ToTensor")
+# Transforms that only augment the training data, or do nothing.
+_AUGMENTATION_PREFIXES = ("Random", "Elastic", "Gaussian", "Additive", "Identity")
+# Types to which images may be converted, as they hold all normalized intensities.
+_DTYPES = frozenset(["float", "float32", "float64", "double"])
+# Maximum `eps` that can be added to the range of the intensities.
+MAX_EPS = 0.1
+# Maximum `eps` of Standardize, below which a standard deviation is replaced. It is far below that of any image.
+MAX_STANDARD_DEVIATION_EPS = 1e-3
 _TRANSFORM_KEYS = {
     "Standardize": {"eps", "mean", "std", "channelwise"},
     "PercentileNormalizer": {"eps", "pmin", "pmax", "channelwise"},
@@ -102,18 +108,47 @@ def read_normalization(config: Fields, channel_count: int) -> tuple[dict[str, An
     name = step.get_string("name")
     if other_keys := sorted(map(str, step.as_dict().keys() - _TRANSFORM_KEYS[name] - {"name"})):
         raise UnsupportedPackage(f"{step.locate()}: the argument {other_keys[0]!r:.80} of {name} is not supported.")
-    uses_statistics = name == "PercentileNormalizer" or (name == "Standardize" and "mean" not in step)
-    if channel_count > 1 and uses_statistics and not step.get("channelwise"):
+    uses_statistics = _uses_statistics(step)
+    if channel_count > 1 and uses_statistics:
+        _check_channels(config, step)
+    if name == "PercentileNormalizer" and _is_global(config) and not {"pmin", "pmax"} <= step.as_dict().keys():
         raise UnsupportedPackage(
-            f"{step.locate('channelwise')}: statistics computed jointly over all channels are not supported."
+            f"{step.locate('pmin')}: with loaders.global_normalization, pytorch-3dunet uses intensities as percentiles,"
+            " which is not supported."
         )
     notes = _describe_patches(config) if name == "Standardize" and uses_statistics else ()
     return _TRANSLATORS[name](step), notes
 
 
+def _uses_statistics(step: Fields) -> bool:
+    """Return whether a transform uses statistics of the image."""
+    fixed_keys = {"PercentileNormalizer": "", "Standardize": "mean", "Normalize": "min_value"}
+    return fixed_keys[step.get_string("name")] not in step
+
+
+def _check_channels(config: Fields, step: Fields) -> None:
+    """Raise UnsupportedPackage if a transform uses statistics of all channels together."""
+    if step.get_string("name") == "Normalize":
+        key = "min_value"
+    elif not step.get("channelwise"):
+        key = "channelwise"
+    elif _is_global(config):
+        raise UnsupportedPackage(
+            "loaders.global_normalization: statistics computed jointly over all channels are not supported. They"
+            f" override {step.locate('channelwise')}."
+        )
+    else:
+        return
+    raise UnsupportedPackage(f"{step.locate(key)}: statistics computed jointly over all channels are not supported.")
+
+
+def _is_global(config: Fields) -> bool:
+    """Return whether the statistics of the whole stack, rather than of a patch, were used for training."""
+    return bool(config.get_mapping("loaders").get("global_normalization"))
+
+
 def _describe_patches(config: Fields) -> tuple[str, ...]:
-    is_global = config.get_mapping("loaders").get("global_normalization") is True
-    return (PATCH_STATISTICS_NOTE,) if "transformer" in _find_loader(config) and not is_global else ()
+    return (PATCH_STATISTICS_NOTE,) if "transformer" in _find_loader(config) and not _is_global(config) else ()
 
 
 def _list_loaders(config: Fields) -> Iterator[tuple[str, Fields]]:
@@ -136,6 +171,7 @@ def _find_normalization(config: Fields) -> Fields | None:
         return Fields({"name": "Standardize"})
     steps = loader.get_mapping("transformer").get_mappings("raw")
     steps = [step for step in steps if not step.get_string("name").startswith(_AUGMENTATION_PREFIXES)]
+    steps = [replaced for step in steps for replaced in _replace_conversion(step)]
     for index, step in enumerate(steps):
         name = step.get_string("name")
         if name not in _TRANSFORM_KEYS or index:
@@ -145,6 +181,20 @@ def _find_normalization(config: Fields) -> Fields | None:
     return steps[0] if steps else None
 
 
+def _replace_conversion(step: Fields) -> Iterator[Fields]:
+    """Yield the effect of ToTensor on intensities, which it scales to the range from 0 to 1 if `normalize` is set.
+
+    Other transforms are yielded unchanged. Raises UnsupportedPackage for types that would round intensities.
+    """
+    if step.get_string("name") != "ToTensor":
+        yield step
+        return
+    if "dtype" in step and step.get("dtype") not in _DTYPES:
+        raise UnsupportedPackage(f"{step.locate('dtype')}: only float32 is supported, not {step.get('dtype')!r:.80}.")
+    if step.get("normalize"):
+        yield Fields({"name": "Normalize", "norm01": True}, step.locate())
+
+
 def _read_number(step: Fields, key: str, default: float | None = None) -> float:
     value = step.get(key) if key in step else default
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -152,17 +202,27 @@ def _read_number(step: Fields, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def _read_eps(step: Fields, limit: float = MAX_EPS) -> float:
+    """Return the number that is added to a range. Without it, 1e-10 is added, which has no effect."""
+    eps = _read_number(step, "eps", 0.0)
+    if not 0 <= eps <= limit:
+        raise UnsupportedPackage(f"{step.locate('eps')}: expected a number from 0 to {limit}, not {eps:g}.")
+    return eps
+
+
 def _translate_standardization(step: Fields) -> dict[str, Any]:
     if "mean" not in step and "std" not in step:
+        _read_eps(step, MAX_STANDARD_DEVIATION_EPS)
         return {"kind": "zscore"}
     mean, deviation = _read_number(step, "mean"), _read_number(step, "std")
     if deviation <= 0:
         raise UnsupportedPackage(f"{step.locate('std')}: expected a positive number, not {deviation:g}.")
-    return {"kind": "range", "low": mean, "high": mean + deviation}
+    return {"kind": "range", "low": mean, "high": mean + max(deviation, _read_number(step, "eps", 0.0))}
 
 
 def _translate_percentiles(step: Fields) -> dict[str, Any]:
-    return {"kind": "percentile", "low": _read_number(step, "pmin", 1), "high": _read_number(step, "pmax", 99.6)}
+    low, high = _read_number(step, "pmin", 1), _read_number(step, "pmax", 99.6)
+    return {"kind": "percentile", "low": low, "high": high, "eps": _read_eps(step)}
 
 
 def _translate_min_max(step: Fields) -> dict[str, Any]:
@@ -171,10 +231,11 @@ def _translate_min_max(step: Fields) -> dict[str, Any]:
     if "min_value" not in step and "max_value" not in step:
         if not is_unit_range:
             raise UnsupportedPackage(f"{step.locate('norm01')}: scaling the stack's range to -1 to 1 is not supported.")
-        return {"kind": "percentile", "low": 0.0, "high": 100.0, "clip": [0.0, 1.0]}
+        return {"kind": "percentile", "low": 0.0, "high": 100.0, "eps": _read_eps(step), "clip": [0.0, 1.0]}
     low, high = _read_number(step, "min_value"), _read_number(step, "max_value")
     if low >= high:
         raise UnsupportedPackage(f"{step.locate('max_value')}: the range is empty.")
+    high += max(_read_number(step, "eps", 0.0), 0.0)
     if is_unit_range:
         return {"kind": "range", "low": low, "high": high, "clip": [0.0, 1.0]}
     return {"kind": "range", "low": (low + high) / 2, "high": high, "clip": [-1.0, 1.0]}

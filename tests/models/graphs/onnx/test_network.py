@@ -81,7 +81,7 @@ VOLUME = ["b", 1, 8, 8, 8]
     ("shape", "nodes", "options", "reason"),
     [
         (["b", 1, 8, 8], RELU, {}, "graph.input x: the input has 4 axes"),
-        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type"),
+        (VOLUME, RELU, {"dtype": TensorProto.INT64}, "graph.input x: the data type.*example input of float32"),
         (
             VOLUME,
             RELU,
@@ -106,6 +106,18 @@ VOLUME = ["b", 1, 8, 8, 8]
             "Resize: mode: the combination",
         ),
         (VOLUME, [helper.make_node("Softmax", ["x"], ["y"], depth=3)], {}, "Softmax: depth"),
+        (
+            VOLUME,
+            [helper.make_node("MaxPool", ["x"], ["y"], kernel_shape=[2, 2, 2], pads=[0, 0, 0, 0, 0, 1], ceil_mode=1)],
+            {},
+            "MaxPool: ceil_mode, pads: .* export without ceil_mode",
+        ),
+        (
+            VOLUME,
+            [helper.make_node("Upsample", ["x", "w"], ["y"], mode="linear")],
+            {"stored": {"w": np.array([1, 1, 2, 2, 2], np.float32)}},
+            "Upsample: mode: .*Export the network with opset 11 or later",
+        ),
     ],
 )
 def test_unsupported_files_are_rejected_with_the_reason(

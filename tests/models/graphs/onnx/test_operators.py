@@ -104,6 +104,13 @@ CASES = {
     "max pooling": make_case(
         "MaxPool", {}, {"kernel_shape": [2, 2, 3], "strides": [2, 1, 2], "pads": [1, 0, 0, 0, 0, 2]}
     ),
+    # The last window along x would start in the padding, so it is left out.
+    "max pooling with ceil mode": make_case(
+        "MaxPool",
+        {},
+        {"kernel_shape": [3, 1, 2], "strides": [2, 1, 3], "pads": [1, 0, 1, 1, 0, 1], "ceil_mode": 1},
+        22,
+    ),
     "average pooling": make_case("AveragePool", {}, {"kernel_shape": [3, 3, 3], "strides": [2, 2, 2], "pads": [1] * 6}),
     "global average pooling": make_case("GlobalAveragePool"),
     "mean": make_case("ReduceMean", {"a": np.array([2, -1], INTS)}, {"keepdims": 0}),

@@ -300,6 +300,22 @@ def test_unsupported_spacing_is_rejected_unless_overridden(
     assert any("Your value of input.voxel_size" in note and "transforms[0]" in note for note in notes)
 
 
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("is_resampled_first", [False, True])
+def test_normalization_after_resampling_is_noted_if_the_order_matters(
+    import_bundle: Callable[..., ImportResult], is_clipped: bool, is_resampled_first: bool
+) -> None:
+    steps = [{"_target_": "Spacingd", "pixdim": 1}, {**RANGE, "clip": is_clipped}]
+    notes = import_bundle(make_preprocessing_config(*steps[:: 1 if is_resampled_first else -1])).notes
+    has_note = any("applies ScaleIntensityRanged after Spacingd, and StackSeg before it" in note for note in notes)
+    assert has_note is (is_clipped and is_resampled_first)
+
+
+def test_single_number_is_the_window_size_along_all_axes(import_bundle: Callable[..., ImportResult]) -> None:
+    inferer = {"_target_": "SlidingWindowInferer", "roi_size": 16}
+    assert import_bundle(make_config(inferer=inferer)).spec.input.roi_size == (16, 16, 16)
+
+
 def test_unsupported_transforms_are_reported(import_bundle: Callable[..., ImportResult]) -> None:
     orientation, crop = {"_target_": "Orientationd", "axcodes": "RAS"}, {"_target_": "CropForegroundd"}
     inference = make_preprocessing_config(orientation, RANGE, crop)

@@ -106,6 +106,9 @@ def test_transform_is_reproduced_or_an_argument_is_rejected_by_name(name: str, n
         ("AsDiscreted", {"argmax": [True, False]}, "argmax"),
         ("AsDiscreted", {"rounding": "torchrounding"}, "rounding"),
         ("AsDiscreted", {"threshold": 0.5}, "_target_"),
+        ("Activationsd", {"softmax": "$not @is_binary"}, "softmax"),
+        ("AsDiscreted", {"argmax": ["@flag", True]}, "argmax"),
+        ("AsDiscreted", {"argmax": True, "_disabled_": "$@flag"}, "_disabled_"),
         ("EnsureTyped", {"dtype": ["float32", "int8"]}, "dtype"),
     ],
 )

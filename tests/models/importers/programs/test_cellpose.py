@@ -93,6 +93,18 @@ def test_renamed_model_of_omnipose_is_refused(tmp_path):
     cellpose.read_file(save(tmp_path, "cellpose_residual_on_bacteria", **changes))
 
 
+def test_model_without_style_is_refused_by_its_name(tmp_path):
+    name = "cellpose_residual_on_style_off_concatenation_off_train_2021_01_01"
+    with pytest.raises(UnsupportedPackage, match=r"trained without a style.*rename the file"):
+        cellpose.read_file(save(tmp_path, name))
+    cellpose.read_file(save(tmp_path, name.replace("style_off", "style_on")))
+
+
+def test_more_channels_than_those_of_the_network_are_refused(tmp_path):
+    with pytest.raises(BrokenModel, match="the network has 2 channels, but the window has 3"):
+        import_model(MODEL, tmp_path / "models", {"input": {"channels": 3}})
+
+
 def test_missing_diameters_are_replaced_by_those_of_cellpose(tmp_path):
     for name, diameter in (("nucleitorch_0", 17.0), ("cyto2torch_0", 30.0)):
         content = cellpose.read_file(save(tmp_path, name, diam_mean=None, diam_labels=None)).content

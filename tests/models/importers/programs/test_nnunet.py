@@ -120,6 +120,13 @@ def test_full_resolution_is_preferred_and_folds_without_final_checkpoint_are_ign
         import_model(tmp_path, tmp_path / "models", {})
 
 
+def test_fold_of_all_data_is_ignored_if_there_are_others(tmp_path: Path) -> None:
+    folder = copy_model(RESIDUAL, tmp_path)
+    shutil.copytree(folder / "fold_0", folder / "fold_all")
+    _, notes = import_model(folder, tmp_path / "models", {})
+    assert any("and fold_all if there are others, were ignored: fold_all" in note for note in notes)
+
+
 def test_window_of_an_ensemble_gets_the_mean_of_the_scores_of_the_folds(tmp_path: Path) -> None:
     ensemble = load_network(import_model(DATA / RESIDUAL, tmp_path / "models", {}).spec)
     folder, networks = copy_model(RESIDUAL, tmp_path), []

@@ -68,7 +68,7 @@ def test_description_in_format_0_4_is_imported(tmp_path: Path) -> None:
         ("callable", "Evil3D", "the axes are batch, channel, z_in"),
         ("import_from", "evil.module", "the axes are batch, channel, z_in"),
         ("kwargs", {"f_maps": [4, 8], "layer_order": "gcr"}, "must be divisible by num_groups"),
-        ("kwargs", {"f_maps": [4, 8], "layer_order": "bce"}, "the output differs from the package's expected output"),
+        ("kwargs", {"f_maps": [4, 8], "layer_order": "bce"}, "the output 'boundary' differs from the package's"),
         ("kwargs", {"f_maps": 10**9}, "f_maps must contain numbers"),
         ("kwargs", {"in_channels": "x"}, "in_channels: expected a number"),
         ("kwargs", "f_maps", "kwargs: expected a mapping"),

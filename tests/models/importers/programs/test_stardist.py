@@ -52,6 +52,22 @@ def test_description_is_complete(folder):
     assert any("2 : 1 : 1" in note for note in draft.notes)
 
 
+@pytest.mark.parametrize(
+    ("of_rays", "of_objects", "expected"),
+    [
+        (None, None, None),
+        ([3, 1, 1], None, [3, 1, 1]),
+        ([3, 1, 1], [2, 1, 1], [3, 1, 1]),
+        # As in `stardist.models.Config3D`.
+        (None, [2, 1, 1], [2, 1, 1]),
+    ],
+)
+def test_rays_without_anisotropy_have_that_of_the_objects(folder, of_rays, of_objects, expected):
+    rays = {"name": "Rays_GoldenSpiral", "kwargs": {"n": 32, "anisotropy": of_rays}}
+    edit(folder, rays_json=rays, anisotropy=of_objects)
+    assert stardist.read(folder).content["decoding"]["rays"]["anisotropy"] == expected
+
+
 def test_missing_thresholds_are_replaced_by_defaults_with_a_note(folder):
     (folder / "thresholds.json").unlink()
     draft = stardist.read(folder)

@@ -27,15 +27,17 @@ def make_config(*steps: dict[str, Any], **loaders: Any) -> Fields:
 
 def normalize(step: dict[str, Any], stack: Any) -> Any:
     """Apply the formulas of pytorch-3dunet."""
+    eps = step.get("eps", 1e-10)
     if step["name"] == "Standardize":
         mean, deviation = step.get("mean", stack.mean()), step.get("std", stack.std())
-        return (stack - mean) / deviation
+        return (stack - mean) / max(deviation, eps)
     if step["name"] == "PercentileNormalizer":
         low, high = (np.percentile(stack, step.get(key, value)) for key, value in (("pmin", 1), ("pmax", 99.6)))
-        return (stack - low) / (high - low)
+        return (stack - low) / (high - low + eps)
     low, high = step.get("min_value", stack.min()), step.get("max_value", stack.max())
-    unit = (stack - low) / (high - low)
-    return unit.clip(0, 1) if step.get("norm01") else (2 * unit - 1).clip(-1, 1)
+    unit = (stack - low) / (high - low + eps)
+    is_unit_range = step.get("norm01") or step.get("normalize")
+    return unit.clip(0, 1) if is_unit_range else (2 * unit - 1).clip(-1, 1)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,12 @@ def normalize(step: dict[str, Any], stack: Any) -> Any:
         {"name": "Normalize", "min_value": 20, "max_value": 180},
         {"name": "Normalize", "min_value": 20, "max_value": 180, "norm01": True},
         {"name": "Normalize", "norm01": True},
+        {"name": "Standardize", "eps": 1e-3},
+        {"name": "Standardize", "mean": 10, "std": 4.0, "eps": 50},
+        {"name": "PercentileNormalizer", "eps": 0.1},
+        {"name": "Normalize", "min_value": 20, "max_value": 180, "eps": 40},
+        {"name": "Normalize", "norm01": True, "eps": 0.1},
+        {"name": "ToTensor", "normalize": True},
     ],
     ids=str,
 )
@@ -72,6 +80,10 @@ def test_translated_normalization_has_the_same_effect(step: dict[str, Any], band
         (({"name": "Standardize", "mean": float("nan"), "std": 1},), "mean: expected a number"),
         (({"name": ["Standardize"]},), "name: expected a string"),
         ((["Standardize"],), "expected a mapping"),
+        (({"name": "Standardize"}, {"name": "ToTensor", "normalize": True}), "'Normalize' is not supported"),
+        (({"name": "ToTensor", "dtype": "long"},), "dtype: only float32"),
+        (({"name": "Standardize", "eps": 5},), "eps: expected a number from 0 to 0.001"),
+        (({"name": "PercentileNormalizer", "eps": 5},), "eps: expected a number from 0 to 0.1"),
     ],
 )
 def test_unsupported_transforms_are_rejected_by_name(steps: Any, message: str) -> None:
@@ -80,9 +92,24 @@ def test_unsupported_transforms_are_rejected_by_name(steps: Any, message: str) -
 
 
 def test_joint_statistics_of_several_channels_are_rejected() -> None:
-    with pytest.raises(UnsupportedPackage, match="channelwise: statistics computed jointly over all channels"):
-        read_normalization(make_config({"name": "Standardize"}), 2)
-    assert read_normalization(make_config({"name": "Standardize", "channelwise": True}), 2)[0] == {"kind": "zscore"}
+    message = "statistics computed jointly over all channels"
+    for step, key in (
+        ({"name": "Standardize"}, "channelwise"),
+        ({"name": "Normalize", "norm01": True}, "min_value"),
+        ({"name": "ToTensor", "normalize": True}, "min_value"),
+    ):
+        with pytest.raises(UnsupportedPackage, match=f"{key}: {message}"):
+            read_normalization(make_config(step), 2)
+    channelwise = {"name": "Standardize", "channelwise": True}
+    assert read_normalization(make_config(channelwise), 2)[0] == {"kind": "zscore"}
+    with pytest.raises(UnsupportedPackage, match=f"global_normalization: {message}.*channelwise"):
+        read_normalization(make_config(channelwise, global_normalization=True), 2)
+
+
+def test_percentiles_that_global_normalization_replaces_are_rejected() -> None:
+    config = make_config({"name": "PercentileNormalizer", "pmin": 1}, global_normalization=True)
+    with pytest.raises(UnsupportedPackage, match=r"pmin: with loaders\.global_normalization"):
+        read_normalization(config, 1)
 
 
 def test_statistics_of_patches_are_reported_in_a_note() -> None:
