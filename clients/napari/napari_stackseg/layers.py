@@ -39,17 +39,29 @@ def list_axes(layer: Any) -> list[str]:
 
 
 def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
-    """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none."""
+    """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none.
+
+    The scale, the rotation and the affine transformation of the layer contribute to it.
+    """
     if "Z" not in axes:
         return None, ""
     positions = [axes.index(axis) for axis in "ZYX"]
-    scales, units = [float(layer.scale[index]) for index in positions], [layer.units[index] for index in positions]
-    if all(unit.is_compatible_with("micrometer") for unit in units):
-        sizes = [abs(scale) * (1 * unit).to("micrometer").magnitude for scale, unit in zip(scales, units, strict=True)]
-        return (sizes[0], sizes[1], sizes[2]), "from the layer"
-    if all(scale == 1 for scale in scales):
+    units = [layer.units[index] for index in positions]
+    are_lengths = [unit.is_compatible_with("micrometer") for unit in units]
+    if any(are_lengths) and not all(are_lengths):
+        named = ", ".join(f"{axis} {unit}" for axis, unit in zip("zyx", units, strict=True))
+        return None, f"Not all axes of the layer have a unit of length: {named}. Enter the voxel size."
+    matrix = np.asarray(layer.affine.affine_matrix, float)[:-1, :-1] @ np.asarray(layer.rotate, float)
+    steps = (matrix * np.asarray(layer.scale, float))[np.ix_(positions, positions)]
+    if all(are_lengths):
+        # The units are those of the rows.
+        steps *= [[(1 * unit).to("micrometer").magnitude] for unit in units]
+    z, y, x = (round(float(length), 12) for length in np.linalg.norm(steps, axis=0))
+    if all(are_lengths):
+        return (z, y, x), "from the layer"
+    if z == y == x == 1:
         return None, "The layer has no voxel size."
-    return (abs(scales[0]), abs(scales[1]), abs(scales[2])), "The scale of the layer has no unit; taken as µm."
+    return (z, y, x), "The scale of the layer has no unit; taken as µm."
 
 
 def make_labels_layer(
