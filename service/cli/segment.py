@@ -47,8 +47,9 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all files and"
-        " OME-Zarr images with a supported format in the folder, but not in its subfolders)",
+        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif', which does not follow"
+        " links to folders (default: all files and OME-Zarr images with a supported format in the folder, but not in"
+        " its subfolders)",
     )
     parser.add_argument(
         "--format",

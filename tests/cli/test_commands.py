@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -177,6 +178,12 @@ def test_standard_input_is_refused_with_a_way_to_send_it(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["segment", "-", str(tmp_path / "labels.tif")])
     assert re.search(r"standard input is not supported.* --data-binary @- .*/segment", capsys.readouterr().err)
+
+
+def test_pipes_are_refused_instead_of_waiting_for_them(tmp_path: Path, run_stackseg: Any) -> None:
+    os.mkfifo(tmp_path / "stack.tif")
+    err = run_stackseg("segment", tmp_path / "stack.tif", tmp_path / "labels.tif", status=1)
+    assert "is a pipe. Write the stack to a file first" in err
 
 
 @pytest.mark.parametrize(

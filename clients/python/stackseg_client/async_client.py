@@ -38,6 +38,8 @@ T = TypeVar("T")
 class AsyncClient:
     """A client of a StackSeg server for asyncio. Files are read and labels are decoded in threads.
 
+    Its connections belong to an event loop, so each call of `asyncio.run` needs its own client.
+
     >>> import asyncio
     >>> from stackseg_client import AsyncClient
     >>> async def compare_diameters():
@@ -59,6 +61,7 @@ class AsyncClient:
         ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._http = open_connections(httpx2.AsyncClient, url, key, timeout, ca_file, trust_env=trust_env)
 
     async def __aenter__(self) -> Self:
@@ -196,6 +199,7 @@ class AsyncClient:
         raise AssertionError
 
     async def _attempt(self, operation: Operation[T]) -> T:
+        self._check_loop()
         content = None if operation.body is None else _read_blocks(operation.body)
         with translate_errors(self.url):
             async with self._http.stream(**make_request(operation, content)) as response:
@@ -206,7 +210,16 @@ class AsyncClient:
                         receiver.write(block)
                     return await asyncio.to_thread(receiver.finish)
 
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop not in {None, loop}:
+            raise RuntimeError(
+                "This AsyncClient was used in another event loop. Create a client in each call of asyncio.run()."
+            )
+        self._loop = loop
+
     async def _follow(self, job_id: str) -> AsyncIterator[JobReport]:
+        self._check_loop()
         follower = JobFollower(job_id, self._retries)
         while not follower.has_ended:
             reason = None

@@ -167,7 +167,7 @@ class Client:
         Args:
             folder: the folder with the stacks
             labels_folder: the folder for the labels
-            pattern: glob pattern for the stacks, such as `**/*.tif` for all TIFFs in subfolders
+            pattern: glob pattern, such as `**/*.tif` for all TIFFs in subfolders, but not in linked ones
             suffix: format of the labels; see `segment`
             table: whether to measure the objects, and to save the tables
             overwrite_labels: whether to segment stacks again whose labels exist

@@ -38,6 +38,8 @@ MEDIA_TYPES = {
 }
 # Columns of tables that contain text, which may look like a number.
 _TEXT_COLUMNS = frozenset({"stack", "group", "job", "model", "unit"})
+# Longest file name of most file systems.
+MAX_NAME_BYTES = 255
 # Words at the beginning of a result, by which a result is distinguished from a stack.
 _HEAD_BYTES = 2**16
 _TIFF_RESULT_WORDS, _ZARR_RESULT_WORD = (b"StackSeg\0", b"ImageJ="), b"stackseg/origin"
@@ -205,16 +207,19 @@ class ResultReceiver:
 def open_part(path: Path) -> tuple[Path, BinaryIO]:
     """Create and open a file with a unique name in the folder of `path`, which it replaces when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    # Not derived from the name, which may be as long as file systems allow.
+    part = path.with_name(f".stackseg-{uuid.uuid4().hex}")
     return part, part.open("xb")
 
 
 def check_path(path: Path, stack: Path | None = None) -> None:
     """Check before the computation that a result can be written to `path`, and does not replace the file of the stack.
 
-    Raises ValueError if it would, IsADirectoryError and NotADirectoryError if a file or a folder is in its place, and
-    PermissionError.
+    Raises ValueError if it would, or if the name is too long; IsADirectoryError and NotADirectoryError if a folder or a
+    file is in its place; and PermissionError.
     """
+    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
+        raise ValueError(f"The name {path.name[:20]}... is too long. Use at most {MAX_NAME_BYTES} bytes.")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder. Specify the name of a file.")
     if stack is not None and path.exists() and stack.exists() and path.samefile(stack):

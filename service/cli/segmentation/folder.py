@@ -100,11 +100,13 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
             return False
         return not any(map(is_zarr, _list_parents(path, folder)))
 
+    # The results folder may also contain the folder of the stacks.
+    excluded = out.resolve() if folder.resolve() in out.resolve().parents else None
     names = [
         str(path.relative_to(folder))
         for path in filter(is_candidate, folder.glob(glob or "*"))
         # Unlike `Path.resolve`, `realpath` supports loops of links.
-        if out.resolve() not in Path(os.path.realpath(path)).parents
+        if excluded not in Path(os.path.realpath(path)).parents
     ]
     if stacks := select_stacks(names, glob, partial(_open_stack, folder)):
         return stacks

@@ -108,4 +108,15 @@ def test_paths_are_checked_before_the_computation(tmp_path: Path) -> None:
         operations.segment(source, tmp_path / "folder.tif", None, {}, table=False)
     with pytest.raises(IsADirectoryError, match="name of a file"):
         operations.download_result("1", tmp_path / "folder.tif")
-    operations.segment(source, tmp_path / "new" / "folder" / "a.tif", None, {}, table=False)
+    with pytest.raises(ValueError, match="too long"):
+        operations.segment(source, tmp_path / f"{'a' * 252}.tif", None, {}, table=False)
+    operations.segment(source, tmp_path / "new" / "folder" / f"{'a' * 251}.tif", None, {}, table=False)
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".npy"])
+def test_names_may_be_as_long_as_file_systems_allow(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / ("a" * 251 + suffix)
+    receiver = ResultReceiver({"Content-Type": "image/tiff"}, path)
+    receiver.write(as_tiff(np.ones((2, 4, 5), np.uint16)))
+    assert receiver.finish().labels.sum() == 40
+    assert list(tmp_path.iterdir()) == [path]
