@@ -180,10 +180,11 @@ def test_standard_input_is_refused_with_a_way_to_send_it(tmp_path: Path, capsys:
     assert re.search(r"standard input is not supported.* --data-binary @- .*/segment", capsys.readouterr().err)
 
 
-def test_pipes_are_refused_instead_of_waiting_for_them(tmp_path: Path, run_stackseg: Any) -> None:
+def test_pipes_are_refused_instead_of_waiting_for_them(tmp_path: Path, capsys: Any) -> None:
     os.mkfifo(tmp_path / "stack.tif")
-    err = run_stackseg("segment", tmp_path / "stack.tif", tmp_path / "labels.tif", status=1)
-    assert "is a pipe. Write the stack to a file first" in err
+    with pytest.raises(SystemExit):
+        main(["segment", str(tmp_path / "stack.tif"), str(tmp_path / "labels.tif")])
+    assert "is a pipe. Write the stack to a file first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,21 +47,33 @@ def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
         return None, ""
     positions = [axes.index(axis) for axis in "ZYX"]
     units = [layer.units[index] for index in positions]
-    are_lengths = [unit.is_compatible_with("micrometer") for unit in units]
-    if any(are_lengths) and not all(are_lengths):
+    factors = [_convert_to_micrometers(unit) for unit in units]
+    if len({factor is None for factor in factors}) == 2:
         named = ", ".join(f"{axis} {unit}" for axis, unit in zip("zyx", units, strict=True))
         return None, f"Not all axes of the layer have a unit of length: {named}. Enter the voxel size."
+    size = _measure_steps(layer, positions, [factor or 1.0 for factor in factors])
+    if None not in factors:
+        return size, "from the layer"
+    if size == (1, 1, 1):
+        return None, "The layer has no voxel size."
+    return size, "The scale of the layer has no unit; taken as µm."
+
+
+def _measure_steps(layer: Any, positions: list[int], factors: list[float]) -> VoxelSize:
+    """Return the distances between neighboring voxels along the axes at these positions.
+
+    factors  lengths of the units of the axes
+    """
     matrix = np.asarray(layer.affine.affine_matrix, float)[:-1, :-1] @ np.asarray(layer.rotate, float)
     steps = (matrix * np.asarray(layer.scale, float))[np.ix_(positions, positions)]
-    if all(are_lengths):
-        # The units are those of the rows.
-        steps *= [[(1 * unit).to("micrometer").magnitude] for unit in units]
-    z, y, x = (round(float(length), 12) for length in np.linalg.norm(steps, axis=0))
-    if all(are_lengths):
-        return (z, y, x), "from the layer"
-    if z == y == x == 1:
-        return None, "The layer has no voxel size."
-    return (z, y, x), "The scale of the layer has no unit; taken as µm."
+    # The units are those of the rows.
+    z, y, x = np.linalg.norm(steps * np.array(factors)[:, None], axis=0).round(12).tolist()
+    return z, y, x
+
+
+def _convert_to_micrometers(unit: Any) -> float | None:
+    """Return the length of a unit in micrometers; None if it is not one of length."""
+    return float((1 * unit).to("micrometer").magnitude) if unit.is_compatible_with("micrometer") else None
 
 
 def make_labels_layer(

@@ -224,6 +224,10 @@ def check_path(path: Path, stack: Path | None = None) -> None:
         raise IsADirectoryError(f"{path} is a folder. Specify the name of a file.")
     if stack is not None and path.exists() and stack.exists() and path.samefile(stack):
         raise ValueError(f"{path} would replace the stack. Choose another name for the result.")
+    _check_folder(path)
+
+
+def _check_folder(path: Path) -> None:
     folder = next(folder for folder in path.absolute().parents if folder.exists())
     if not folder.is_dir():
         raise NotADirectoryError(f"{path} cannot be written, because {folder} is a file. Choose another folder.")

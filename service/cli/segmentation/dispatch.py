@@ -37,8 +37,6 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     if isinstance(options.input, str):
         with RemoteStore(options.input) as options.input:
             return _run_single_stack(options, query, settings)
-    if options.input.is_fifo():
-        raise BadParameter(f"{options.input} is a pipe. Write the stack to a file first.")
     if options.input.is_dir() and not is_zarr_folder(options.input):
         if options.measurements is not None:
             raise BadParameter(

@@ -317,7 +317,12 @@ def test_async_client_returns_the_same(client: Client, stack: NDArray[Any], path
 
 def test_async_clients_name_their_event_loop(client: Client) -> None:
     other = AsyncClient(client.url)
-    asyncio.run(other.models())
+
+    async def list_models() -> None:
+        async with other:
+            await other.models()
+
+    asyncio.run(list_models())
     with pytest.raises(RuntimeError, match="another event loop"):
         asyncio.run(other.models())
 
