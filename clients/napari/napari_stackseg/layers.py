@@ -47,14 +47,14 @@ def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
         return None, ""
     positions = [axes.index(axis) for axis in "ZYX"]
     units = [layer.units[index] for index in positions]
-    factors = [_convert_to_micrometers(unit) for unit in units]
-    if len({factor is None for factor in factors}) == 2:
-        named = ", ".join(f"{axis} {unit}" for axis, unit in zip("zyx", units, strict=True))
+    known = [factor for factor in map(_convert_to_micrometers, units) if factor is not None]
+    if len(known) not in {0, 3}:
+        named = ", ".join(map("{} {}".format, "zyx", units))
         return None, f"Not all axes of the layer have a unit of length: {named}. Enter the voxel size."
-    size = _measure_steps(layer, positions, [factor or 1.0 for factor in factors])
-    if None not in factors:
+    size = _measure_steps(layer, positions, known or [1.0] * 3)
+    if known:
         return size, "from the layer"
-    if size == (1, 1, 1):
+    if set(size) == {1.0}:
         return None, "The layer has no voxel size."
     return size, "The scale of the layer has no unit; taken as µm."
 
