@@ -314,18 +314,27 @@ class Job {
 
 /** Conversions between images of ImageJ and files for the service. */
 class Images {
-    static final MICROMETERS = [nm: 0.001, um: 1, micron: 1, microns: 1, micrometer: 1, micrometre: 1, mm: 1000, cm: 10_000,
-        m: 1_000_000, inch: 25_400]
+    /** Micrometers by unit, without the plural, and "er" instead of "re". */
+    static final MICROMETERS = ['\u00e5': 0.0001, angstrom: 0.0001, pm: 0.000001, picometer: 0.000001, nm: 0.001, nanometer: 0.001,
+        um: 1, micron: 1, micrometer: 1, mm: 1000, millimeter: 1000, cm: 10_000, centimeter: 10_000, m: 1_000_000,
+        meter: 1_000_000, in: 25_400, inch: 25_400, inches: 25_400, '"': 25_400]
 
     private static String count(int number, String noun) { "$number $noun${number == 1 ? '' : 's'}" }
 
-    /** Return "x, y, z" in micrometers, or "" if the unit of the image is not a length. */
+    /** Return "x, y, z" in micrometers, or "" if the unit of an axis is not a length. */
     static String voxelSize(ImagePlus image) {
         def calibration = image.calibration
-        def factor = MICROMETERS[calibration.unit?.toLowerCase()?.replaceAll('[\u00b5\u03bc]', 'u')]
-        if (!factor) return ''
+        def factors = [calibration.XUnit, calibration.YUnit, calibration.ZUnit].collect { toMicrometers(it) }
+        if (!factors.every()) return ''
         def sizes = [calibration.pixelWidth, calibration.pixelHeight, calibration.pixelDepth]
-        return sizes.collect { new BigDecimal(it * factor, new MathContext(9)).stripTrailingZeros().toPlainString() }.join(', ')
+        return [sizes, factors].transpose().collect { size, factor ->
+            new BigDecimal(size * factor, new MathContext(9)).stripTrailingZeros().toPlainString()
+        }.join(', ')
+    }
+
+    private static Number toMicrometers(String unit) {
+        def name = (unit ?: '').trim().toLowerCase().replaceAll('[\u00b5\u03bc]', 'u')
+        return MICROMETERS[name] ?: MICROMETERS[name.replaceAll(/(?<=\w{4})s$/, '').replaceAll(/metre$/, 'meter')]
     }
 
     /** Parse "x, y, z" in micrometers. Return null if the text is empty. */
@@ -752,6 +761,9 @@ class Arguments {
         def output = settings.output ? new File(settings.output).absoluteFile : null
         if (!(output?.name ==~ /(?i).+\.tiff?/)) throw new Problem('Specify a TIFF file for the labels: output=labels.tif')
         if (!output.parentFile.isDirectory()) throw new Problem("The folder $output.parent does not exist.")
+        for (name in ['output', 'table'])
+            if (settings[name] && settings.image && new File(settings[name]).canonicalFile == new File(settings.image).canonicalFile)
+                throw new Problem("$name=${settings[name]} would replace the stack. Choose another name.")
         def (labels, table, job) = tasks.segment(open(settings.image))
         boolean isSaved = labels.stackSize > 1 ? new FileSaver(labels).saveAsTiffStack(settings.output)
             : new FileSaver(labels).saveAsTiff(settings.output)

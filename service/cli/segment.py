@@ -47,8 +47,9 @@ def _add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--glob",
         metavar="PATTERN",
-        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif' (default: all files and"
-        " OME-Zarr images with a supported format in the folder, but not in its subfolders)",
+        help="Glob pattern for the stacks in the folder IN, for example '**/*.tif', which does not follow"
+        " links to folders (default: all files and OME-Zarr images with a supported format in the folder, but not in"
+        " its subfolders)",
     )
     parser.add_argument(
         "--format",
@@ -100,12 +101,14 @@ def _add_block_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_input(text: str) -> Path | str:
-    """Return a URL as a string, and anything else as a path. Raises ArgumentTypeError for the standard input."""
+    """Return a URL as a string, and anything else as a path. Raises ArgumentTypeError for pipes."""
     if text == "-":
         raise argparse.ArgumentTypeError(
             "the standard input is not supported. Write the stack to a file, or send it to a running service:"
             " curl --data-binary @- -H 'Content-Type: image/tiff' http://localhost:8000/segment -o labels.ome.tif"
         )
+    if Path(text).is_fifo():
+        raise argparse.ArgumentTypeError(f"{text} is a pipe. Write the stack to a file first.")
     from service.formats.sandbox.remote_store import is_url  # noqa: PLC0415
 
     return text if is_url(text) else Path(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -177,6 +178,13 @@ def test_standard_input_is_refused_with_a_way_to_send_it(tmp_path: Path, capsys:
     with pytest.raises(SystemExit):
         main(["segment", "-", str(tmp_path / "labels.tif")])
     assert re.search(r"standard input is not supported.* --data-binary @- .*/segment", capsys.readouterr().err)
+
+
+def test_pipes_are_refused_instead_of_waiting_for_them(tmp_path: Path, capsys: Any) -> None:
+    os.mkfifo(tmp_path / "stack.tif")
+    with pytest.raises(SystemExit):
+        main(["segment", str(tmp_path / "stack.tif"), str(tmp_path / "labels.tif")])
+    assert "is a pipe. Write the stack to a file first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

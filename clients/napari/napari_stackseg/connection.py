@@ -43,8 +43,14 @@ def download_picture(client: Client, model: str) -> bytes:
 def annotate(client: Client, labels: NDArray[Any], **parameters: Any) -> dict[str, Any]:
     """Store corrected labels [Z, Y, X] of an uploaded stack (`stack`) or of a job (`job`), and return the record.
 
-    `parameters` are those of `POST /annotations`: `name`, `channel`, `time`, `axes`, `voxel_size` and `changes`.
+    `parameters` are those of `POST /annotations`: `name`, `channel`, `time`, `axes`, `voxel_size` and `changes`. Raises
+    ValueError for labels that are not numbers from 0 to 4294967295.
     """
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest > np.iinfo(np.uint32).max:
+        raise ValueError(
+            f"The labels range from {lowest} to {highest}. Use 0 for the background, and 1 to 4294967295 for objects."
+        )
     content = io.BytesIO()
     np.save(content, np.ascontiguousarray(labels, np.uint32))
     body = BytesBody(content.getvalue())

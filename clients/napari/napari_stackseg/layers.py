@@ -39,17 +39,41 @@ def list_axes(layer: Any) -> list[str]:
 
 
 def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
-    """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none."""
+    """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none.
+
+    The scale, the rotation and the affine transformation of the layer contribute to it.
+    """
     if "Z" not in axes:
         return None, ""
     positions = [axes.index(axis) for axis in "ZYX"]
-    scales, units = [float(layer.scale[index]) for index in positions], [layer.units[index] for index in positions]
-    if all(unit.is_compatible_with("micrometer") for unit in units):
-        sizes = [abs(scale) * (1 * unit).to("micrometer").magnitude for scale, unit in zip(scales, units, strict=True)]
-        return (sizes[0], sizes[1], sizes[2]), "from the layer"
-    if all(scale == 1 for scale in scales):
+    units = [layer.units[index] for index in positions]
+    known = [factor for factor in map(_convert_to_micrometers, units) if factor is not None]
+    if len(known) not in {0, 3}:
+        named = ", ".join(map("{} {}".format, "zyx", units))
+        return None, f"Not all axes of the layer have a unit of length: {named}. Enter the voxel size."
+    size = _measure_steps(layer, positions, known or [1.0] * 3)
+    if known:
+        return size, "from the layer"
+    if set(size) == {1.0}:
         return None, "The layer has no voxel size."
-    return (abs(scales[0]), abs(scales[1]), abs(scales[2])), "The scale of the layer has no unit; taken as µm."
+    return size, "The scale of the layer has no unit; taken as µm."
+
+
+def _measure_steps(layer: Any, positions: list[int], factors: list[float]) -> VoxelSize:
+    """Return the distances between neighboring voxels along the axes at these positions.
+
+    factors  lengths of the units of the axes
+    """
+    matrix = np.asarray(layer.affine.affine_matrix, float)[:-1, :-1] @ np.asarray(layer.rotate, float)
+    steps = (matrix * np.asarray(layer.scale, float))[np.ix_(positions, positions)]
+    # The units are those of the rows.
+    z, y, x = np.linalg.norm(steps * np.array(factors)[:, None], axis=0).round(12).tolist()
+    return z, y, x
+
+
+def _convert_to_micrometers(unit: Any) -> float | None:
+    """Return the length of a unit in micrometers; None if it is not one of length."""
+    return float((1 * unit).to("micrometer").magnitude) if unit.is_compatible_with("micrometer") else None
 
 
 def make_labels_layer(

@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import httpx2
 from numpy.typing import NDArray
 
 from stackseg_client import operations, projects
-from stackseg_client.bodies import Source
+from stackseg_client.bodies import Source, find_file
 from stackseg_client.body_protocol import Body
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, plan_folder
@@ -26,8 +27,8 @@ from stackseg_client.retries import Retries
 from stackseg_client.transport import (
     DEFAULT_TIMEOUT_SECONDS,
     EVENT_TIMEOUT_SECONDS,
-    make_options,
     make_request,
+    open_connections,
     translate_errors,
 )
 
@@ -36,6 +37,8 @@ T = TypeVar("T")
 
 class AsyncClient:
     """A client of a StackSeg server for asyncio. Files are read and labels are decoded in threads.
+
+    Its connections belong to an event loop, so each call of `asyncio.run` needs its own client.
 
     >>> import asyncio
     >>> from stackseg_client import AsyncClient
@@ -58,7 +61,8 @@ class AsyncClient:
         ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
-        self._http = httpx2.AsyncClient(**make_options(url, key, timeout, ca_file, trust_env=trust_env))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._http = open_connections(httpx2.AsyncClient, url, key, timeout, ca_file, trust_env=trust_env)
 
     async def __aenter__(self) -> Self:
         return self
@@ -101,7 +105,7 @@ class AsyncClient:
     ) -> AsyncJob:
         """Segment a stack in the background, as `Client.submit` does."""
         report = await self._run(operations.submit(source, name, idempotency_key, parameters, table=table))
-        return AsyncJob(self, report)
+        return AsyncJob(self, report, find_file(source))
 
     async def job(self, job_id: str, /) -> AsyncJob:
         """Return a job by its id. Raises UnknownJob."""
@@ -139,7 +143,8 @@ class AsyncClient:
                     return replace(item, error=error)
                 return replace(item, result=result)
 
-        tasks = [asyncio.create_task(run(item)) for item in plan_folder(folder, labels_folder, pattern, suffix)]
+        items = plan_folder(folder, labels_folder, pattern, suffix, table=table, overwrite=overwrite_labels)
+        tasks = [asyncio.create_task(run(item)) for item in items]
         try:
             for done, task in enumerate(asyncio.as_completed(tasks), 1):
                 yield replace(await task, done=done, total=len(tasks))
@@ -194,6 +199,7 @@ class AsyncClient:
         raise AssertionError
 
     async def _attempt(self, operation: Operation[T]) -> T:
+        self._check_loop()
         content = None if operation.body is None else _read_blocks(operation.body)
         with translate_errors(self.url):
             async with self._http.stream(**make_request(operation, content)) as response:
@@ -204,7 +210,16 @@ class AsyncClient:
                         receiver.write(block)
                     return await asyncio.to_thread(receiver.finish)
 
+    def _check_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._loop not in {None, loop}:
+            raise RuntimeError(
+                "This AsyncClient was used in another event loop. Create a client in each call of asyncio.run()."
+            )
+        self._loop = loop
+
     async def _follow(self, job_id: str) -> AsyncIterator[JobReport]:
+        self._check_loop()
         follower = JobFollower(job_id, self._retries)
         while not follower.has_ended:
             reason = None
@@ -214,7 +229,7 @@ class AsyncClient:
                         if response.status_code >= 300:
                             raise parse_problem(response.status_code, response.headers, await response.aread())
                         async for block in response.aiter_bytes():
-                            for report in follower.feed(block):
+                            for report in follower.feed(block, response.headers):
                                 yield report
             except StackSegError as error:
                 reason = error
@@ -231,8 +246,8 @@ async def _read_blocks(body: Body) -> AsyncIterator[bytes | memoryview]:
 class AsyncJob:
     """A job, which continues if this program ends. `report` has its last known state; see `JobReport`."""
 
-    def __init__(self, client: AsyncClient, report: JobReport) -> None:
-        self._client, self.id, self.report = client, report.id, report
+    def __init__(self, client: AsyncClient, report: JobReport, stack: Path | None = None) -> None:
+        self._client, self.id, self.report, self._stack = client, report.id, report, stack
 
     def __repr__(self) -> str:
         return f"<AsyncJob {self.id}: {self.report.state}>"
@@ -250,9 +265,10 @@ class AsyncJob:
 
     async def result(self, save_to: SavePath | None = None) -> Result:
         """Wait for the job, and return its result. Raises the error of a failed job. `save_to` is as in `segment`."""
+        operation = operations.download_result(self.id, save_to, self._stack)
         async for _report in self.progress():
             pass
-        return await self._client._run(operations.download_result(self.id, save_to))
+        return await self._client._run(operation)
 
     async def planes(
         self,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,11 +26,15 @@ _ASCII, _SHORT, _LONG, _LONG8 = 2, 3, 4, 16
 # Kinds of NumPy dtypes that a TIFF can store: booleans, signed and unsigned integers, and floats.
 _DTYPE_KINDS = "biuf"
 MAX_ITEM_BYTES = 8
-# Letters of the axes by the names that xarray and Zarr arrays may have for them, in lower case.
+# Letters of the axes by the names that arrays may have for them, in lower case.
 _AXES_BY_NAME = {
-    **{letter.lower(): letter for letter in "TZCYX"},
+    **{letter.lower(): letter for letter in "TZCYXS"},
     **{"time": "T", "channel": "C", "depth": "Z", "height": "Y", "width": "X"},
 }
+# Letter of an axis whose name is unknown. The server asks for the axes, unless it is the first of three.
+_UNKNOWN_AXIS = "Q"
+# Lengths of a last axis with colors, and the minimum lengths of the others, by which color images are recognized.
+COLOR_COUNTS, MIN_COLOR_IMAGE_LENGTH = (3, 4), 16
 # A folder with one of these files is an image or another group of Zarr.
 _ZARR_FILES = ("zarr.json", ".zattrs", ".zgroup", ".zarray")
 
@@ -89,9 +93,9 @@ class ArrayBody:
     """An array as an uncompressed TIFF, whose pixels are the memory of the array.
 
     Arrays that are not contiguous, have another byte order or are computed on access are converted slab by slab.
-    The axes are those that the array names, as arrays of xarray do, or ZYX for up to three dimensions.
-    Raises TypeError for other objects and if a TIFF cannot store the dtype, and ValueError for an array without planes
-    or voxels, or with masked voxels.
+    The axes are those that the array names, as arrays of xarray do, or YXS for color images, or ZYX for up to three
+    dimensions. Raises TypeError for other objects and if a TIFF cannot store the dtype, and ValueError for an array
+    without planes or voxels, of unknown size, or with masked voxels, which may be found while the array is sent.
     """
 
     name = ""
@@ -102,11 +106,12 @@ class ArrayBody:
                 f"A stack is the path of a file, the content of a file, or an array, not {type(array).__name__}."
                 " Convert a list with numpy.asarray(), and pass the path of an open file."
             )
+        if any(map(math.isnan, array.shape)):
+            raise ValueError(f"The array has the unknown shape {array.shape}. Call array.compute_chunk_sizes() first.")
         shape = tuple(map(int, array.shape))
         if len(shape) < 2 or 0 in shape:
             raise ValueError(f"A stack needs at least two dimensions and one voxel, but its shape is {shape}.")
-        if np.ma.is_masked(array):
-            raise ValueError("A TIFF cannot store a mask. Replace the masked voxels, for example with array.filled(0).")
+        _check_mask(array)
         # Arrays of other libraries, such as PyTorch, have dtypes that NumPy does not know.
         dtype = np.asarray(array[(slice(0, 1),) * len(shape)]).dtype
         if dtype.kind not in _DTYPE_KINDS or dtype.itemsize > MAX_ITEM_BYTES:
@@ -116,7 +121,7 @@ class ArrayBody:
         self._array, self._shape = array, shape
         # TIFF stores booleans as bits.
         self._dtype = np.dtype(np.uint8) if dtype.kind == "b" else dtype.newbyteorder("<")
-        self._head, self._tail = _make_tiff_frame(shape, self._dtype, _find_axes(array, len(shape)))
+        self._head, self._tail = _make_tiff_frame(shape, self._dtype, _find_axes(array, shape))
 
     @property
     def nbytes(self) -> int:
@@ -134,28 +139,59 @@ class ArrayBody:
 def make_body(source: Source) -> Body:
     """Return the request body for a path, the bytes of a file, or an array. Raises the errors of `ArrayBody`.
 
-    A folder of OME-Zarr is sent as a zip archive. Raises IsADirectoryError for other folders.
+    A folder of OME-Zarr is sent as a zip archive. Raises IsADirectoryError for other folders, and ValueError for pipes
+    and devices.
     """
     if isinstance(source, bytes | bytearray | memoryview):
         return BytesBody(source)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
-        if any((path / name).is_file() for name in _ZARR_FILES):
+        if is_zarr(path):
             return _make_archive(path)
         if path.is_dir():
             raise IsADirectoryError(
                 f"{path} is a folder, but not an OME-Zarr. Use segment_folder() for a folder of stacks, or name a"
                 " folder on the host of the server with input=."
             )
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is a pipe or a device, not a file. Read it, and pass its content as bytes.")
         return FileBody(path, path.stat().st_size)
     return ArrayBody(source)
 
 
+def is_zarr(path: Path) -> bool:
+    """Return whether a path is a folder of Zarr."""
+    return any((path / name).is_file() for name in _ZARR_FILES)
+
+
+def find_file(source: Source | None) -> Path | None:
+    """Return the file or folder of a stack: that of a path or a memory-mapped array; None for other stacks."""
+    name = source if isinstance(source, str | os.PathLike) else getattr(source, "filename", None)
+    return Path(name).expanduser() if isinstance(name, str | os.PathLike) else None
+
+
 def _make_archive(folder: Path) -> ZipBody:
     """Return an archive of the files in a folder. They are not copied, and must not change."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    paths = _list_files(folder, frozenset())
     members = {path.relative_to(folder).as_posix(): FileBody(path, path.stat().st_size) for path in paths}
     return ZipBody(f"{folder.resolve().name}.zip", members)
+
+
+def _list_files(folder: Path, outer_folders: frozenset[Path]) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders, also in folders to which symbolic links point.
+
+    Raises FileNotFoundError for a broken link, whose chunk would be empty, and ValueError for a folder in itself.
+    """
+    resolved = folder.resolve()
+    if resolved in outer_folders:
+        raise ValueError(f"{folder} is a link to a folder that contains it. Delete the link.")
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _list_files(path, outer_folders | {resolved})
+        elif path.is_file():
+            yield path
+        elif path.is_symlink():
+            raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which does not exist.")
 
 
 def _split(view: memoryview) -> Iterator[memoryview]:
@@ -177,17 +213,44 @@ def _read_slabs(array: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> I
     for index in np.ndindex(shape[:axis]):
         for start in range(0, shape[axis], step):
             slab = array[(*index, slice(start, start + step))]
+            # Dask arrays lose their masks if NumPy converts them.
+            slab = slab.compute() if hasattr(slab, "compute") else slab
+            _check_mask(slab)
             yield np.ascontiguousarray(slab, dtype=dtype)
 
 
-def _find_axes(array: ArrayLike, dimension_count: int) -> str:
-    """Return the axes that an array names, or else ZYX for up to three dimensions, or else ""."""
-    names: Any = getattr(array, "dims", None) or getattr(getattr(array, "metadata", None), "dimension_names", None)
-    if isinstance(names, tuple) and len(names) == dimension_count:
-        axes = "".join(_AXES_BY_NAME.get(str(name).lower(), "?") for name in names)
-        if "?" not in axes and len(set(axes)) == len(axes) and {"Y", "X"} <= set(axes):
-            return axes
-    return "ZYX"[-dimension_count:] if dimension_count <= 3 else ""
+def _check_mask(array: Any) -> None:
+    if np.ma.is_masked(array):
+        raise ValueError("A TIFF cannot store a mask. Replace the masked voxels, for example with array.filled(0).")
+
+
+def _find_axes(array: ArrayLike, shape: tuple[int, ...]) -> str:
+    """Return the axes that an array names, or else those that its shape suggests, or else "".
+
+    Axes with unknown or repeated names become `Q`, unless no name is that of time, depth, height or width.
+    """
+    letters = [_AXES_BY_NAME.get(name.lower(), _UNKNOWN_AXIS) for name in _list_axis_names(array)]
+    if len(letters) == len(shape) and not set("TZYX").isdisjoint(letters):
+        return "".join(_UNKNOWN_AXIS if letter in letters[:index] else letter for index, letter in enumerate(letters))
+    if len(shape) == 3 and shape[2] in COLOR_COUNTS and min(shape[:2]) >= MIN_COLOR_IMAGE_LENGTH:
+        return "YXS"
+    return "ZYX"[-len(shape) :] if len(shape) <= 3 else ""
+
+
+def _list_axis_names(array: Any) -> list[str]:
+    """Return the names that an array of xarray, HDF5, netCDF or Zarr has for its dimensions. Empty if it has none."""
+    get_attribute = getattr(getattr(array, "attrs", None), "get", None)
+    for names in (
+        getattr(array, "dims", None),
+        getattr(array, "dimensions", None),
+        getattr(getattr(array, "metadata", None), "dimension_names", None),
+        # Zarr before version 3, as xarray writes it.
+        get_attribute and get_attribute("_ARRAY_DIMENSIONS"),
+    ):
+        if isinstance(names, Iterable) and not isinstance(names, str):
+            # The dimensions of HDF5 are objects with a label, which is empty by default.
+            return [str(getattr(name, "label", name)) for name in names]
+    return []
 
 
 def _make_tiff_frame(shape: tuple[int, ...], dtype: np.dtype[Any], axes: str) -> tuple[bytes, bytes]:

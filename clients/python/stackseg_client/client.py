@@ -8,13 +8,14 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import httpx2
 from numpy.typing import NDArray
 
 from stackseg_client import operations, projects
-from stackseg_client.bodies import Source
+from stackseg_client.bodies import Source, find_file
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
 from stackseg_client.folders import FolderItem, FolderRun, plan_folder
 from stackseg_client.operations import JobFollower, Operation
@@ -26,8 +27,8 @@ from stackseg_client.retries import Retries
 from stackseg_client.transport import (
     DEFAULT_TIMEOUT_SECONDS,
     EVENT_TIMEOUT_SECONDS,
-    make_options,
     make_request,
+    open_connections,
     translate_errors,
 )
 
@@ -62,7 +63,7 @@ class Client:
         ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
-        self._http = httpx2.Client(**make_options(url, key, timeout, ca_file, trust_env=trust_env))
+        self._http = open_connections(httpx2.Client, url, key, timeout, ca_file, trust_env=trust_env)
 
     def __enter__(self) -> Self:
         return self
@@ -89,8 +90,7 @@ class Client:
         Args:
             source: path of a file, which is read block by block; the content of a file; or an array, whose axes are ZYX
                 unless it (as in xarray) or `axes` names others; arrays with more dimensions need names or `axes`
-            save_to: file for the labels: `.tif`, `.npy` (memory-mapped by `Result.labels`), `.nii.gz` or `.ozx`
-                (OME-Zarr); with `table`, the table is saved next to it as `.csv`
+            save_to: file for the labels: `.tif`, `.npy` (memory-mapped), `.nii.gz` or `.ozx`; the table is next to it
             table: whether to measure the objects
             name: file name of the stack, for the server's log and the record of provenance
             parameters: see `Parameters`
@@ -131,8 +131,7 @@ class Client:
     ) -> Job:
         """Segment a stack in the background. The arguments are those of `segment`.
 
-        With the `idempotency_key` of an earlier job, a repeated submission returns that job. By default, each call has
-        its own key, which its retries share.
+        A repeated submission with the `idempotency_key` of a job returns that job. By default, each call has its own.
 
         >>> job = client.submit("sample.tif", diameter="25px")
         >>> [report.state for report in job.progress()][-1]
@@ -141,7 +140,7 @@ class Client:
         16
         """
         report = self._run(operations.submit(source, name, idempotency_key, parameters, table=table))
-        return Job(self, report)
+        return Job(self, report, find_file(source))
 
     def job(self, job_id: str, /) -> Job:
         """Return a job by its id. Raises UnknownJob."""
@@ -168,21 +167,21 @@ class Client:
         Args:
             folder: the folder with the stacks
             labels_folder: the folder for the labels
-            pattern: glob pattern for the stacks, such as `**/*.tif` for all TIFFs in subfolders
+            pattern: glob pattern, such as `**/*.tif` for all TIFFs in subfolders, but not in linked ones
             suffix: format of the labels; see `segment`
             table: whether to measure the objects, and to save the tables
             overwrite_labels: whether to segment stacks again whose labels exist
-            concurrency: number of stacks that are in progress at the same time
+            concurrency: number of stacks in progress at the same time
             parameters: see `Parameters`
 
-        A stack that the server refuses is reported in `FolderItem.error`. Other errors end the run. Call the function
-        again to continue. The length of the iterator is the number of stacks: `tqdm(...)` shows a progress bar.
+        Folders of OME-Zarr are stacks; hidden files and results of StackSeg are not. A stack that the server refuses is
+        reported in `FolderItem.error`. Other errors end the run. Call the function again to continue.
 
         >>> for item in client.segment_folder("stacks", "labels", suffix=".npy"):
         ...     print(f"{item.done}/{item.total} {item.path.name}: {item.error or item.result}")
         1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warning, path='labels/a_labels.npy'>
         """
-        items = plan_folder(folder, labels_folder, pattern, suffix)
+        items = plan_folder(folder, labels_folder, pattern, suffix, table=table, overwrite=overwrite_labels)
         run = self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
         return FolderRun(run, len(items))
 
@@ -287,7 +286,7 @@ class Client:
                     if response.status_code >= 300:
                         raise parse_problem(response.status_code, response.headers, response.read())
                     for block in response.iter_bytes():
-                        yield from follower.feed(block)
+                        yield from follower.feed(block, response.headers)
             except StackSegError as error:
                 reason = error
             if not follower.has_ended:
@@ -297,8 +296,8 @@ class Client:
 class Job:
     """A job, which continues if this program ends. `report` has its last known state; see `JobReport`."""
 
-    def __init__(self, client: Client, report: JobReport) -> None:
-        self._client, self.id, self.report = client, report.id, report
+    def __init__(self, client: Client, report: JobReport, stack: Path | None = None) -> None:
+        self._client, self.id, self.report, self._stack = client, report.id, report, stack
 
     def __repr__(self) -> str:
         return f"<Job {self.id}: {self.report.state}>"
@@ -316,9 +315,10 @@ class Job:
 
     def result(self, save_to: SavePath | None = None) -> Result:
         """Wait for the job, and return its result. Raises the error of a failed job. `save_to` is as in `segment`."""
+        operation = operations.download_result(self.id, save_to, self._stack)
         for _report in self.progress():
             pass
-        return self._client._run(operations.download_result(self.id, save_to))
+        return self._client._run(operation)
 
     def planes(
         self,

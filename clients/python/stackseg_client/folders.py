@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from stackseg_client.bodies import is_zarr
 from stackseg_client.errors import ProblemError
-from stackseg_client.results import MEDIA_TYPES, Result, SavePath
+from stackseg_client.results import MEDIA_TYPES, Result, SavePath, get_table_path, is_result
 
 # Suffixes of files that the server reads.
 STACK_SUFFIXES = (
@@ -49,24 +50,72 @@ class FolderRun(Iterator[FolderItem]):
         return next(self._items)
 
 
-def plan_folder(folder: SavePath, labels_folder: SavePath, pattern: str, suffix: str) -> list[FolderItem]:
+def plan_folder(
+    folder: SavePath,
+    labels_folder: SavePath,
+    pattern: str,
+    suffix: str,
+    *,
+    table: bool = False,
+    overwrite: bool = False,
+) -> list[FolderItem]:
     """Return the stacks in a folder that match a glob pattern, and the files for their labels, in the order of names.
 
-    Raises ValueError if no stacks are found, if the labels would be in the same folder, or if two stacks would have the
-    same file for their labels.
+    Stacks are files with a known suffix and folders of OME-Zarr. Hidden files and results of StackSeg are not stacks.
+
+    Raises NotADirectoryError if there is no such folder, FileNotFoundError for a broken link, and ValueError if no
+    stacks are found, if the labels would be in the same folder, if two stacks would have the same file for their
+    labels, or if stacks have labels but not the `table`, unless the labels are replaced.
     """
     source, target = Path(folder).expanduser(), Path(labels_folder).expanduser()
-    if source.resolve() == target.resolve():
-        raise ValueError(f"{target} contains the stacks. Choose another folder for the labels.")
-    if suffix not in MEDIA_TYPES:
-        raise ValueError(f"suffix={suffix!r} is not supported. Choose one of {', '.join(MEDIA_TYPES)}.")
-    files = [path for path in sorted(source.glob(pattern)) if path.name.lower().endswith(STACK_SUFFIXES)]
-    paths = [path for path in files if path.is_file() and target.resolve() not in path.resolve().parents]
+    _check_arguments(source, target, suffix)
+    results = target.resolve() if source.resolve() in target.resolve().parents else None
+    paths = [path for path in _list_stacks(source, pattern) if results not in path.resolve().parents]
     if not paths:
         raise ValueError(f"{source} has no stacks that match {pattern!r}.")
     items = [FolderItem(path, target / _name_labels(path.relative_to(source), suffix)) for path in paths]
     _check_names(items)
+    if table and not overwrite:
+        _check_tables(items)
     return items
+
+
+def _check_arguments(source: Path, target: Path, suffix: str) -> None:
+    if not source.is_dir():
+        raise NotADirectoryError(f"{source} is not a folder. Check its path, or use segment() for a single stack.")
+    if source.resolve() == target.resolve():
+        raise ValueError(f"{target} contains the stacks. Choose another folder for the labels.")
+    if suffix not in MEDIA_TYPES:
+        raise ValueError(f"suffix={suffix!r} is not supported. Choose one of {', '.join(MEDIA_TYPES)}.")
+
+
+def _list_stacks(source: Path, pattern: str) -> list[Path]:
+    """Return the stacks in a folder, without the files and folders inside of stacks. Raises FileNotFoundError."""
+    stacks: list[Path] = []
+    folders: set[Path] = set()
+    for path in sorted(source.glob(pattern)):
+        is_hidden = any(part.startswith(".") for part in path.relative_to(source).parts)
+        if is_hidden or not folders.isdisjoint(path.parents):
+            continue
+        is_folder = path.is_dir()
+        if not (is_zarr(path) if is_folder else path.name.lower().endswith(STACK_SUFFIXES)):
+            continue
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is a link to {path.readlink()}, which does not exist. Delete it.")
+        if not is_result(path):
+            stacks.append(path)
+        if is_folder:
+            folders.add(path)
+    return stacks
+
+
+def _check_tables(items: list[FolderItem]) -> None:
+    for item in items:
+        if item.labels_path.exists() and not get_table_path(item.labels_path).exists():
+            raise ValueError(
+                f"{item.labels_path} exists, but without a table. Pass overwrite_labels=True to segment the stacks"
+                " again, or choose another folder for the labels."
+            )
 
 
 def _check_names(items: list[FolderItem]) -> None:
@@ -77,6 +126,6 @@ def _check_names(items: list[FolderItem]) -> None:
 
 
 def _name_labels(path: Path, suffix: str) -> Path:
-    ending = max((ending for ending in STACK_SUFFIXES if path.name.lower().endswith(ending)), key=len)
-    stem = path.name[: -len(ending)]
+    endings = [ending for ending in (*STACK_SUFFIXES, ".zarr") if path.name.lower().endswith(ending)]
+    stem = path.name[: len(path.name) - max(map(len, endings), default=0)]
     return path.with_name(f"{stem.removesuffix('.ome')}_labels{suffix}")

@@ -13,9 +13,9 @@ from urllib.parse import quote
 
 from numpy.typing import NDArray
 
-from stackseg_client.bodies import BytesBody, Source, make_body
+from stackseg_client.bodies import BytesBody, Source, find_file, make_body
 from stackseg_client.body_protocol import Body
-from stackseg_client.errors import ConnectionFailed, StackSegError
+from stackseg_client.errors import ConnectionFailed, InvalidResponse, StackSegError
 from stackseg_client.parameters import encode_parameters
 from stackseg_client.reports import (
     ContentReceiver,
@@ -30,7 +30,7 @@ from stackseg_client.reports import (
     parse_planes,
     parse_stack,
 )
-from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePath, get_suffix
+from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePath, check_path, get_suffix
 from stackseg_client.retries import Retries
 
 T = TypeVar("T")
@@ -82,8 +82,10 @@ class JobFollower:
         """Whether the last report is final."""
         return self.report is not None and self.report.has_ended
 
-    def feed(self, block: bytes) -> Iterator[JobReport]:
-        """Yield the reports that this block completes, without repetitions."""
+    def feed(self, block: bytes, headers: Mapping[str, str]) -> Iterator[JobReport]:
+        """Yield the reports that this block of a response completes, without repetitions. Raises InvalidResponse."""
+        if not headers.get("Content-Type", "").startswith("text/event-stream"):
+            raise InvalidResponse(f"These are not events of a StackSeg server: {block[:200]!r}")
         for report in self._parser.feed(block):
             if report != self.report:
                 self.report, self._failures = report, 0
@@ -105,7 +107,14 @@ class JobFollower:
 def segment(
     source: Source | None, save_to: SavePath | None, name: str | None, parameters: Mapping[str, Any], *, table: bool
 ) -> Operation[Result]:
-    """`POST /segment`. Raises ValueError for a combination of file and table that the server does not offer."""
+    """`POST /segment`. Raises ValueError for a combination of file and table that the server does not offer.
+
+    Raises the errors of `check_path` if the labels cannot be saved.
+    """
+    if save_to is not None:
+        if parameters.get("output_to") is not None:
+            raise TypeError("Pass save_to= for a file on this computer, or output_to= for one on the server, not both.")
+        check_path(Path(save_to).expanduser(), find_file(source))
     operation = _send_stack("/segment", source, name, parameters, _receive_result(save_to), table=table)
     if save_to is not None:
         suffix = get_suffix(Path(save_to))
@@ -170,8 +179,10 @@ def delete_job(job_id: str) -> Operation[None]:
     return Operation("DELETE", _job_path(job_id), receive_json(_ignore), is_repeatable=False)
 
 
-def download_result(job_id: str, save_to: SavePath | None) -> Operation[Result]:
-    """`GET /jobs/{job}/result`."""
+def download_result(job_id: str, save_to: SavePath | None, stack: Path | None = None) -> Operation[Result]:
+    """`GET /jobs/{job}/result`. Raises the errors of `check_path`. `stack` is the file of the stack, if it is known."""
+    if save_to is not None:
+        check_path(Path(save_to).expanduser(), stack)
     headers = {} if save_to is None else {"Accept": _choose_accept(get_suffix(Path(save_to)))}
     return Operation("GET", f"{_job_path(job_id)}/result", _receive_result(save_to), headers=headers)
 
@@ -206,7 +217,8 @@ def _send_stack(
         body = make_body(source)
         headers = {"Content-Type": "application/octet-stream", "Content-Length": str(body.nbytes)}
         if name or body.name:
-            headers["X-Filename"] = quote(name or body.name, safe="")
+            # Names that are not in UTF-8 are sent as they are stored.
+            headers["X-Filename"] = quote(name or body.name, safe="", errors="surrogateescape")
     # A repeated request would find the output of the first one.
     is_repeatable = is_repeatable and "output_to" not in query
     return Operation("POST", path, receive, query, headers, body, is_repeatable)

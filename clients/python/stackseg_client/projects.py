@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from stackseg_client.operations import Operation, receive_json, send_json
 from stackseg_client.reports import ContentReceiver
-from stackseg_client.results import SavePath, Table, open_part, parse_table
+from stackseg_client.results import SavePath, Table, check_path, open_part, parse_table
 
 T = TypeVar("T")
 
@@ -143,8 +143,10 @@ def download_table(project_id: str, columns: str) -> Operation[Table]:
 
 
 def download_archive(project_id: str, save_to: SavePath) -> Operation[Path]:
-    """`GET /projects/{project}/archive`."""
-    receive = partial(FileReceiver, path=Path(save_to).expanduser())
+    """`GET /projects/{project}/archive`. Raises the errors of `check_path`."""
+    path = Path(save_to).expanduser()
+    check_path(path)
+    receive = partial(FileReceiver, path=path)
     return Operation("GET", f"{_path(project_id)}/archive", receive)
 
 

@@ -125,7 +125,7 @@ class ContentReceiver(Generic[T]):
         """Return the converted content."""
         try:
             return self._parse(self._content)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             quoted = bytes(self._content[:200]).decode("utf-8", "replace")
             raise InvalidResponse(f"This is not a response of a StackSeg server: {quoted}") from error
 
@@ -144,7 +144,7 @@ class EventParser:
         *lines, self._rest = (self._rest + block).split(b"\n")
         try:
             return [parse_job(json.loads(line[5:])) for line in lines if line.startswith(b"data:")]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InvalidResponse(f"These are not events of a StackSeg server: {block[:200]!r}") from error
 
 

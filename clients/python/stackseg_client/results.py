@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
-from zipfile import ZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import tifffile
@@ -36,6 +36,13 @@ MEDIA_TYPES = {
     ".nii.gz": "application/x-nifti",
     ".ozx": "application/x-ozx",
 }
+# Columns of tables that contain text, which may look like a number.
+_TEXT_COLUMNS = frozenset({"stack", "group", "job", "model", "unit"})
+# Longest file name of most file systems.
+MAX_NAME_BYTES = 255
+# Words at the beginning of a result, by which a result is distinguished from a stack.
+_HEAD_BYTES = 2**16
+_TIFF_RESULT_WORDS, _ZARR_RESULT_WORD = (b"StackSeg\0", b"ImageJ="), b"stackseg/origin"
 # Maximum number of threads that decode labels.
 MAX_THREADS = min(8, os.cpu_count() or 1)
 _LABELS_FILE, _TABLE_FILE = "labels.ome.tif", "measurements.csv"
@@ -112,7 +119,7 @@ class ResultReceiver:
     headers  headers of the response
     save_to  file in which the labels are saved; None: the labels stay in memory
 
-    Raises InvalidResponse if the response does not have the format of the file.
+    Raises InvalidResponse if the response does not have the format of the file, or is damaged.
     """
 
     def __init__(self, headers: Mapping[str, str], save_to: Path | None) -> None:
@@ -121,8 +128,8 @@ class ResultReceiver:
         expected = _TIFF if save_to is None else MEDIA_TYPES[get_suffix(save_to)]
         if self._media_type not in {expected, _JSON, _ZIP if expected == _TIFF else ""}:
             raise InvalidResponse(
-                f"The server sent {self._media_type or 'a result without Content-Type'} instead of {expected}. Results"
-                " with several time points, and probabilities, can be saved as .tif or .npy."
+                f"The server sent {self._media_type or 'a result without Content-Type'} instead of {expected}. If it is"
+                " a StackSeg server: results with several time points, and probabilities, can be saved as .tif or .npy."
             )
         self._resources = ExitStack()
         self._file: BinaryIO = io.BytesIO()
@@ -138,11 +145,17 @@ class ResultReceiver:
 
     def finish(self) -> Result:
         """Return the result of a complete response. Blocks while files are written."""
+        try:
+            return self._finish()
+        except (ValueError, KeyError, TypeError, BadZipFile) as error:
+            raise InvalidResponse(f"The result is damaged, or not from a StackSeg server: {error}") from error
+
+    def _finish(self) -> Result:
         content = self._file.getvalue() if isinstance(self._file, io.BytesIO) else b""
         self._file.close()
         metadata = _parse_headers(self._headers)
         if self._media_type == _JSON:
-            return Result(**metadata, saved=json.loads(content))
+            return Result(**metadata, saved=self._parse_receipt(content))
         table = None
         if self._media_type == _ZIP:
             content, table_content = self._unpack(content)
@@ -157,6 +170,17 @@ class ResultReceiver:
     def close(self) -> None:
         """Delete an incomplete file."""
         self._resources.close()
+
+    def _parse_receipt(self, content: bytes) -> dict[str, Any]:
+        """Return the description of a result that the server has saved on its own host."""
+        receipt: dict[str, Any] = json.loads(content)
+        output = receipt["output"]
+        if self._save_to is not None:
+            raise InvalidResponse(
+                f"The server saved this result on its own host as {output}, so {self._save_to} was not written. Call"
+                " this function without save_to."
+            )
+        return receipt
 
     @contextmanager
     def _replace_part(self) -> Iterator[Path]:
@@ -176,16 +200,60 @@ class ResultReceiver:
             table_content = archive.read(_TABLE_FILE)
             with archive.open(_LABELS_FILE) as member, path.open("wb") as file:
                 shutil.copyfileobj(member, file, 2**20)
-        stem = self._save_to.name[: -len(get_suffix(self._save_to))].removesuffix(".ome")
-        self._save_to.with_name(f"{stem}.csv").write_bytes(table_content)
+        get_table_path(self._save_to).write_bytes(table_content)
         return b"", table_content
 
 
 def open_part(path: Path) -> tuple[Path, BinaryIO]:
     """Create and open a file with a unique name in the folder of `path`, which it replaces when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    # Not derived from the name, which may be as long as file systems allow.
+    part = path.with_name(f".stackseg-{uuid.uuid4().hex}")
     return part, part.open("xb")
+
+
+def check_path(path: Path, stack: Path | None = None) -> None:
+    """Check before the computation that a result can be written to `path`, and does not replace the file of the stack.
+
+    Raises ValueError if it would, or if the name is too long; IsADirectoryError and NotADirectoryError if a folder or a
+    file is in its place; and PermissionError.
+    """
+    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
+        raise ValueError(f"The name {path.name[:20]}... is too long. Use at most {MAX_NAME_BYTES} bytes.")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder. Specify the name of a file.")
+    if stack is not None and path.exists() and stack.exists() and path.samefile(stack):
+        raise ValueError(f"{path} would replace the stack. Choose another name for the result.")
+    _check_folder(path)
+
+
+def _check_folder(path: Path) -> None:
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written, because {folder} is a file. Choose another folder.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(f"{path} cannot be written, because {folder} is read-only. Choose another folder.")
+
+
+def get_table_path(path: Path) -> Path:
+    """Return the file of the table that belongs to a file with labels."""
+    stem = path.name[: -len(get_suffix(path))].removesuffix(".ome")
+    return path.with_name(f"{stem}.csv")
+
+
+def is_result(path: Path) -> bool:
+    """Return whether a file is a TIFF that StackSeg has written, or a folder an OME-Zarr."""
+    if path.is_dir():
+        return any(_ZARR_RESULT_WORD in _read_head(path / name) for name in ("zarr.json", ".zattrs"))
+    head = _read_head(path)
+    return all(word in head for word in _TIFF_RESULT_WORDS)
+
+
+def _read_head(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES)
 
 
 def get_suffix(path: Path) -> str:
@@ -227,7 +295,13 @@ def _parse_warning(header: str) -> LowConfidence | None:
 
 def _decode_tiff(file: Path | BinaryIO, target: Path | None = None) -> NDArray[Any]:
     """Decode a result, in memory or into the `.npy` file `target`."""
-    with tifffile.TiffFile(file) as tiff:
+    try:
+        tiff = tifffile.TiffFile(file)
+    except tifffile.TiffFileError as error:
+        raise InvalidResponse(f"The labels are damaged, or not from a StackSeg server: {error}") from error
+    with tiff:
+        if not tiff.pages:
+            raise InvalidResponse("The labels are damaged, or not from a StackSeg server: the TIFF has no pages.")
         series = tiff.series[0]
         # tifffile adds axes of length 1, and also removes those of the result when it squeezes.
         kept_axes = "CZYX" if series.name == "probabilities" else "ZYX"
@@ -268,7 +342,10 @@ def parse_table(content: bytes | bytearray) -> Table:
     """Return the columns of a CSV table."""
     header, *rows = csv.reader(io.StringIO(content.decode("utf-8")))
     columns = zip(*rows, strict=True) if rows else [()] * len(header)
-    return {name: _parse_column(column) for name, column in zip(header, columns, strict=True)}
+    return {
+        name: np.array(column, np.str_) if name in _TEXT_COLUMNS else _parse_column(column)
+        for name, column in zip(header, columns, strict=True)
+    }
 
 
 def _parse_column(values: tuple[str, ...]) -> NDArray[Any]:

@@ -93,6 +93,8 @@ def _print_summary(outcome: FolderOutcome, stack_count: int, out: Path, spec: Mo
 def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
     """Return the sorted relative paths of the stacks in a folder. Raises BadParameter if there are none."""
     is_zarr = cache(is_zarr_folder)
+    # The results folder may also contain the folder of the stacks.
+    excluded = {out.resolve()} - {*folder.resolve().parents}
 
     def is_candidate(path: Path) -> bool:
         # A broken link is listed as well, so that the run reports it.
@@ -104,7 +106,7 @@ def find_stacks(folder: Path, glob: str | None, out: Path) -> list[str]:
         str(path.relative_to(folder))
         for path in filter(is_candidate, folder.glob(glob or "*"))
         # Unlike `Path.resolve`, `realpath` supports loops of links.
-        if out.resolve() not in Path(os.path.realpath(path)).parents
+        if not excluded & {*Path(os.path.realpath(path)).parents}
     ]
     if stacks := select_stacks(names, glob, partial(_open_stack, folder)):
         return stacks

@@ -240,3 +240,12 @@ def test_broken_links_are_listed_if_their_names_are_those_of_stacks(tmp_path: Pa
     for name, target in {"b.tif": "a.tif", "c.tif": "missing.tif", "d.tif": "d.tif", "notes": "missing"}.items():
         (tmp_path / name).symlink_to(target)
     assert find_stacks(tmp_path, None, tmp_path / "out") == ["a.tif", "b.tif", "c.tif", "d.tif"]
+
+
+def test_results_may_be_written_around_the_stacks_but_are_not_stacks(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    (stacks / "out").mkdir(parents=True)
+    for name in ("a.tif", "out/b.tif"):
+        (stacks / name).write_bytes(as_tiff(np.ones((3, 8, 8), np.uint8)))
+    assert find_stacks(stacks, "**/*.tif", tmp_path) == ["a.tif", "out/b.tif"]
+    assert find_stacks(stacks, "**/*.tif", stacks / "out") == ["a.tif"]

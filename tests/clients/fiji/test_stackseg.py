@@ -42,6 +42,19 @@ Thread.start {
 new GroovyShell(new Binding(args: args.drop(3))).evaluate(new File(args[2]))
 """
 
+# Prints the voxel size of an image of 2 x 3 x 4 units for each argument: the units of x, y and z.
+VOXEL_SIZE_PROGRAM = """
+def loader = new GroovyClassLoader()
+loader.parseClass(new File(args[0]))
+args.drop(1).each { argument ->
+  def image = ij.IJ.createImage('a', '8-bit', 2, 2, 2)
+  def units = argument.split(',', -1)
+  image.calibration.with { pixelWidth = 2; pixelHeight = 3; pixelDepth = 4
+    XUnit = units[0]; YUnit = units[1]; ZUnit = units[2] }
+  println loader.loadClass('Images').voxelSize(image)
+}
+"""
+
 needs_imagej = pytest.mark.skipif(
     shutil.which("java") is None or not all(jar.exists() for jar in JARS),
     reason="needs ImageJ and Groovy (Debian's libij-java and groovy)",
@@ -130,6 +143,35 @@ def test_labels_and_table_of_a_hyperstack_are_those_of_the_service(
     for row, expected_row in zip(rows, expected_rows, strict=True):
         for value, expected in zip(map(convert, row), map(convert, expected_row), strict=True):
             assert value == (expected if isinstance(expected, str) else pytest.approx(expected, rel=1e-5, abs=1e-6))
+
+
+@needs_imagej
+def test_voxel_sizes_have_the_unit_of_their_axis(tmp_path: Path) -> None:
+    expected = {
+        "um,um,um": "2, 3, 4",
+        "nm,nm,um": "0.002, 0.003, 4",
+        "micrometers,microns,Micrometre": "2, 3, 4",
+        "nanometres,nanometer,nm": "0.002, 0.003, 0.004",
+        "mm,millimeters,cm": "2000, 3000, 40000",
+        "inch,inches,in": "50800, 76200, 101600",
+        "\u00c5,angstrom,angstroms": "0.0002, 0.0003, 0.0004",
+        "um,um,pixel": "",
+        "pixel,pixel,pixel": "",
+    }
+    program = tmp_path / "program.groovy"
+    program.write_text(VOXEL_SIZE_PROGRAM)
+    run = run_groovy(program, SCRIPT, *expected)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == list(expected.values())
+
+
+@needs_imagej
+def test_results_do_not_replace_the_stack(tmp_path: Path, server: LiveServer, stack: NDArray[np.uint16]) -> None:
+    image = tmp_path / "stack.tif"
+    image.write_bytes(as_tiff(stack))
+    run = run_script(server, task="segment", image=image, output=tmp_path / "." / "stack.tif")
+    assert (run.returncode, image.read_bytes()) == (1, as_tiff(stack))
+    assert "would replace the stack" in run.stderr
 
 
 @needs_imagej

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from napari_stackseg import messages
-from napari_stackseg.layers import make_labels_layer, take_volume
+from napari_stackseg.layers import get_voxel_size, make_labels_layer, take_volume
 
 
 def make_image(axes: str, **options: Any) -> Any:
@@ -45,6 +45,59 @@ def test_labels_are_aligned_with_the_last_dimensions_of_their_image(axes: str, l
     for time in range(2 if "T" in labels_axes else 1):
         expected = labels[time] if "T" in labels_axes else labels
         np.testing.assert_array_equal(take_volume(placed, axes, time), expected)
+
+
+class Unit:
+    """A unit like those of pint: a length, if `micrometers` is not None."""
+
+    def __init__(self, name: str, micrometers: float | None) -> None:
+        self.name, self.micrometers = name, micrometers
+
+    def __str__(self) -> str:
+        return self.name
+
+    def is_compatible_with(self, _name: str) -> bool:
+        return self.micrometers is not None
+
+    def __rmul__(self, _number: int) -> Any:
+        return SimpleNamespace(to=lambda _name: SimpleNamespace(magnitude=self.micrometers))
+
+
+PIXEL, NM, UM, SECOND = Unit("pixel", None), Unit("nanometer", 0.001), Unit("micrometer", 1.0), Unit("second", None)
+
+
+def turn(degrees: float) -> Any:
+    cosine, sine = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
+    return np.array([[1, 0, 0], [0, cosine, -sine], [0, sine, cosine]])
+
+
+@pytest.mark.parametrize(
+    ("scale", "units", "options", "expected"),
+    [
+        ((0.5, 0.2, 0.2), [UM] * 3, {}, (0.5, 0.2, 0.2)),
+        ((500, 200, 0.2), [NM, NM, UM], {}, (0.5, 0.2, 0.2)),
+        ((-0.5, 0.2, 0.2), [UM] * 3, {"rotate": turn(30)}, (0.5, 0.2, 0.2)),
+        ((1, 1, 1), [UM] * 3, {"affine": np.diag([0.5, 0.2, 0.2, 1])}, (0.5, 0.2, 0.2)),
+        ((500, 100, 100), [NM] * 3, {"affine": np.diag([1, 2, 2, 1])}, (0.5, 0.2, 0.2)),
+        ((1, 1, 1), [PIXEL] * 3, {"affine": np.diag([0.5, 0.2, 0.2, 1])}, (0.5, 0.2, 0.2)),
+        ((0.5, 0.2, 0.2), [PIXEL] * 3, {}, (0.5, 0.2, 0.2)),
+        ((1, 1, 1), [PIXEL] * 3, {}, None),
+        # 200 nm are not 200 µm, as without any unit.
+        ((1, 200, 200), [PIXEL, NM, NM], {}, None),
+    ],
+)
+def test_voxel_sizes_are_those_of_the_displayed_layer(
+    scale: tuple[float, ...], units: list[Unit], options: dict[str, Any], expected: tuple[float, ...] | None
+) -> None:
+    if "affine" in options:
+        options = options | {"affine": SimpleNamespace(affine_matrix=options["affine"])}
+    image = make_image("ZYX", scale=scale, units=units, **options)
+    size, note = get_voxel_size(image, "ZYX")
+    assert size == expected if expected is None else size == pytest.approx(expected, rel=1e-9)
+    assert ("Enter the voxel size" in note) == (units[0] is PIXEL and units[1] is NM)
+    series = make_image("TZYX", scale=(30, *scale), units=[SECOND, *units])
+    if not options:
+        assert get_voxel_size(series, "TZYX") == (size, note)
 
 
 def test_sheared_images_with_channels_are_refused() -> None:

@@ -4,6 +4,7 @@ import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -75,6 +76,8 @@ def test_stacks_of_more_than_4_gib_become_bigtiffs(tmp_path: Path) -> None:
         (io.BytesIO(b"II"), TypeError, "path of an open file"),
         (np.zeros(7), ValueError, "two dimensions"),
         (np.zeros((3, 0, 5)), ValueError, "one voxel"),
+        (SimpleNamespace(shape=(float("nan"), 4, 5)), ValueError, "compute_chunk_sizes"),
+        (Path("/dev/null"), ValueError, "a pipe or a device"),
         (Path(), IsADirectoryError, "segment_folder"),
         (Path("missing.tif"), FileNotFoundError, "missing.tif"),
     ],
@@ -120,7 +123,12 @@ class NamedArray:
         (("T", "C", "Z", "Y", "X"), "TCZYX"),
         (("time", "depth", "height", "width"), "TZYX"),
         (("plane", "row", "column"), "ZYX"),
-        (("z", "z", "x"), "ZYX"),
+        (("Y", "X", "S"), "YXS"),
+        # The server asks for unknown axes, or notes that it reads the first one as planes.
+        (("z", "z", "x"), "ZQX"),
+        (("y", "x", "band"), "YXQ"),
+        (("frame", "y", "x"), "QYX"),
+        (("position", "z", "y", "x"), "QZYX"),
         (("a", "b", "c", "d"), None),
     ],
 )
@@ -132,3 +140,106 @@ def test_arrays_that_name_their_axes_are_sent_with_them(
     with tifffile.TiffFile(io.BytesIO(content)) as tiff:
         assert tiff.shaped_metadata is not None
         assert tiff.shaped_metadata[0].get("axes") == axes
+
+
+def find_axes(array: Any) -> str | None:
+    content = b"".join(ArrayBody(array).read_blocks())
+    with tifffile.TiffFile(io.BytesIO(content)) as tiff:
+        assert tiff.shaped_metadata is not None
+        axes: str | None = tiff.shaped_metadata[0].get("axes")
+        return axes
+
+
+def test_axes_are_named_by_hdf5_netcdf_and_older_zarr(tmp_path: Path) -> None:
+    pixels = np.zeros((2, 4, 5), np.uint16)
+    old = zarr.create_array(tmp_path / "a.zarr", data=pixels, zarr_format=2)
+    assert find_axes(old) == "ZYX"
+    old.attrs["_ARRAY_DIMENSIONS"] = ["time", "y", "x"]
+    assert find_axes(old) == "TYX"
+
+    class Hdf5Array(NamedArray):
+        def __init__(self, labels: tuple[str, ...]) -> None:
+            super().__init__(pixels, ())
+            self.dims: Any = [SimpleNamespace(label=label) for label in labels]
+
+    assert find_axes(Hdf5Array(("", "", ""))) == "ZYX"
+    assert find_axes(Hdf5Array(("t", "y", "x"))) == "TYX"
+    netcdf = NamedArray(pixels, ())
+    del netcdf.dims
+    netcdf.dimensions = ("time", "y", "x")
+    assert find_axes(netcdf) == "TYX"
+
+
+def test_color_images_are_recognized_by_their_shape() -> None:
+    for shape, axes in {
+        (40, 50, 3): "YXS",
+        (40, 50, 4): "YXS",
+        (3, 40, 50): "ZYX",
+        (40, 50, 5): "ZYX",
+        (4, 5, 3): "ZYX",
+        (40, 3): "YX",
+        (9, 40, 50, 3): None,
+    }.items():
+        assert find_axes(np.zeros(shape, np.uint8)) == axes
+
+
+class MaskedArray(NamedArray):
+    """An array whose blocks have masks, like those of netCDF; those of Dask lose them unless they are computed."""
+
+    def __init__(self, *, is_lazy: bool) -> None:
+        super().__init__(np.ma.masked_less(np.arange(40).reshape(2, 4, 5), 3), ())
+        self.is_lazy = is_lazy
+
+    def __getitem__(self, index: Any) -> Any:
+        return LazyBlock(self._array[index]) if self.is_lazy else self._array[index]
+
+
+class LazyBlock:
+    def __init__(self, masked: NDArray[Any]) -> None:
+        self.masked = masked
+
+    def compute(self) -> NDArray[Any]:
+        return self.masked
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.array(self.masked, dtype)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_masks_of_blocks_are_not_lost(is_lazy: bool) -> None:
+    with pytest.raises(ValueError, match=r"filled\(0\)"):
+        list(ArrayBody(MaskedArray(is_lazy=is_lazy)).read_blocks())
+
+
+def write_image(folder: Path) -> None:
+    zarr.open_group(folder, mode="w").create_array("0", data=np.arange(64).reshape(4, 4, 4), chunks=(2, 2, 2))
+
+
+def list_members(folder: Path) -> dict[str, bytes]:
+    with ZipFile(io.BytesIO(b"".join(make_body(folder).read_blocks()))) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_linked_folders_of_ome_zarr_are_sent(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.zarr")
+    expected = list_members(tmp_path / "a.zarr")
+    assert "0/c/1/1/1" in expected
+    for part in ("0/c/1", "0"):
+        (tmp_path / "a.zarr" / part).rename(tmp_path / part.replace("/", "-"))
+        (tmp_path / "a.zarr" / part).symlink_to(tmp_path / part.replace("/", "-"))
+        assert list_members(tmp_path / "a.zarr") == expected
+    (tmp_path / "link.zarr").symlink_to("a.zarr")
+    assert list_members(tmp_path / "link.zarr") == expected
+
+
+def test_broken_and_circular_links_in_ome_zarr_are_refused(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.zarr")
+    chunk = tmp_path / "a.zarr/0/c/1/1/1"
+    chunk.unlink()
+    chunk.symlink_to("missing")
+    with pytest.raises(FileNotFoundError, match="is a link to missing"):
+        make_body(tmp_path / "a.zarr")
+    chunk.unlink()
+    chunk.symlink_to(tmp_path / "a.zarr/0")
+    with pytest.raises(ValueError, match="folder that contains it"):
+        make_body(tmp_path / "a.zarr")

@@ -315,6 +315,18 @@ def test_async_client_returns_the_same(client: Client, stack: NDArray[Any], path
         np.testing.assert_array_equal(result.labels, expected)
 
 
+def test_async_clients_name_their_event_loop(client: Client) -> None:
+    other = AsyncClient(client.url)
+
+    async def list_models() -> None:
+        async with other:
+            await other.models()
+
+    asyncio.run(list_models())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        asyncio.run(other.models())
+
+
 def exhaust(client: Client) -> errors.RateLimited:
     """Send requests until the server refuses one."""
     for _ in range(300):

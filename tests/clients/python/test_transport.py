@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 from live import as_tiff
 from paths import ROOT
 from sockets import TIMEOUT_SECONDS, create_certificate, make_server, needs_openssl, run_server
-from stackseg_client import Client, ConnectionFailed, Job, Retries, errors
+from stackseg_client import AsyncClient, Client, ConnectionFailed, Job, JobReport, Retries, errors
 from stackseg_client.retries import PATIENT_RETRIES
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -99,6 +100,70 @@ def test_reports_of_other_versions_are_read() -> None:
     expected = pytest.raises(errors.InvalidResponse, match="not events")
     with serve_fixed(events) as (_app, address), Client(f"http://{address}") as client, expected:
         list(Job(client, job.report).progress())
+
+
+def test_pages_of_other_servers_are_not_followed_as_jobs() -> None:
+    job = JobReport("1", "running", "", "", None, None, 0, 0, None, None, [], None, {})
+    page = Response("<html>Log in</html>", media_type="text/html")
+    with (
+        serve_fixed(page) as (_app, address),
+        Client(f"http://{address}") as client,
+        pytest.raises(errors.InvalidResponse, match="Log in"),
+    ):
+        list(Job(client, job).progress())
+
+
+def test_lists_instead_of_reports_are_refused() -> None:
+    expected = pytest.raises(errors.InvalidResponse, match="not a response of a StackSeg server")
+    with serve_fixed(JSONResponse([1])) as (_app, address), Client(f"http://{address}") as client, expected:
+        client.submit(np.zeros((2, 4, 5), np.uint8))
+
+
+@pytest.mark.parametrize("make_client", [Client, AsyncClient])
+def test_invalid_addresses_are_refused(make_client: Callable[[str], object]) -> None:
+    for url in (
+        "localhost:8000",
+        "http://localhost:abc",
+        "http://[::1",
+        "http://localhost/?a=b",
+        "http://localhost/#a",
+    ):
+        with pytest.raises(ValueError, match=r"Use for example http://localhost:8000"):
+            make_client(url)
+    make_client(" HTTP://localhost:8000\n")
+
+
+def test_unusable_proxies_and_certificates_of_the_environment_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    once = Retries(count=0)
+    monkeypatch.setenv("HTTP_PROXY", "http://ann:secret@127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "other.example.org")
+    with Client("http://127.0.0.1:7", retries=once) as client, pytest.raises(ConnectionFailed) as caught:
+        client.models()
+    assert "names the proxy 127.0.0.1:9 for it" in str(caught.value)
+    assert "trust_env=False" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with Client("http://127.0.0.1:7", retries=once) as client, pytest.raises(ConnectionFailed) as caught:
+        client.models()
+    assert "proxy" not in str(caught.value)
+    monkeypatch.setenv("HTTP_PROXY", "nonsense://127.0.0.1:9")
+    with pytest.raises(ValueError, match=r"proxy of the environment cannot be used.* NO_PROXY"):
+        Client("http://127.0.0.1:7")
+    Client("http://127.0.0.1:7", trust_env=False).close()
+    monkeypatch.delenv("HTTP_PROXY")
+    monkeypatch.setenv("SSL_CERT_FILE", "/missing.pem")
+    with pytest.raises(OSError, match=r"SSL_CERT_FILE=/missing\.pem"):
+        Client("https://127.0.0.1:7")
+
+
+def test_slow_servers_are_named_with_the_time_limit() -> None:
+    async def answer_late(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        await asyncio.sleep(5)
+
+    server = make_server(answer_late, TIMEOUT_SECONDS, TIMEOUT_SECONDS)
+    expected = pytest.raises(ConnectionFailed, match=r"ReadTimeout.* Increase timeout")
+    with run_server(server) as (host, port), expected:
+        Client(f"http://{host}:{port}", timeout=0.2, retries=Retries(count=0)).models()
 
 
 def test_folders_and_jobs_wait_for_a_restart_of_minutes(caplog: pytest.LogCaptureFixture) -> None:
