@@ -97,7 +97,7 @@ class ModelMemory(Generic[T]):
         for entry in self.entries.values():
             entry.must_evict = False
         if name is None:
-            # Every request comes here. Counting the bytes of all models would take it a millisecond.
+            # Counting the bytes of all models takes a millisecond, so it is avoided for requests for loaded models.
             return
         excess_bytes = self._count_used_bytes() + self._get_size(name) - self.limit_bytes
         # Evict unused models first. Within each group, evict the least recently used models first.

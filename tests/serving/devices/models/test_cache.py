@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -96,6 +96,25 @@ def test_model_is_evicted_by_its_current_size() -> None:
         assert cache.model_cache.loaded_models["a"].nbytes == 10
         cache.touch("b")
         assert cache.unloads == ["a"]
+
+
+def test_sizes_are_not_counted_for_leases_on_loaded_models() -> None:
+    counts = []
+
+    class CountedModel:
+        @property
+        def nbytes(self) -> int:
+            counts.append(1)
+            return 4
+
+    cache = ModelCache(10, lambda _name: CountedModel())
+    cache.start(())
+    with closing(cache):
+        cache.lease("a").model_future.result(10)
+        counts.clear()
+        cache.lease("a").model_future.result(10)
+        assert not counts
+    assert cache.join(10)
 
 
 def test_leases_are_granted_after_all_startup_models_are_loaded() -> None:
