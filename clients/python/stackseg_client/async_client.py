@@ -22,7 +22,8 @@ from stackseg_client.operations import JobFollower, Operation
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import AsyncProject
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
-from stackseg_client.results import Result, SavePath
+from stackseg_client.result_files import SavePath
+from stackseg_client.results import Result
 from stackseg_client.retries import Retries
 from stackseg_client.transport import (
     DEFAULT_TIMEOUT_SECONDS,

@@ -22,7 +22,8 @@ from stackseg_client.operations import JobFollower, Operation
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import Project
 from stackseg_client.reports import Inspection, JobReport, Model, Stack
-from stackseg_client.results import Result, SavePath
+from stackseg_client.result_files import SavePath
+from stackseg_client.results import Result
 from stackseg_client.retries import Retries
 from stackseg_client.transport import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -134,10 +135,8 @@ class Client:
         A repeated submission with the `idempotency_key` of a job returns that job. By default, each call has its own.
 
         >>> job = client.submit("sample.tif", diameter="25px")
-        >>> [report.state for report in job.progress()][-1]
-        'done'
-        >>> job.result().objects
-        16
+        >>> [report.state for report in job.progress()][-1], job.result().objects
+        ('done', 16)
         """
         report = self._run(operations.submit(source, name, idempotency_key, parameters, table=table))
         return Job(self, report, find_file(source))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from stackseg_client.bodies import is_zarr
 from stackseg_client.errors import ProblemError
-from stackseg_client.results import MEDIA_TYPES, Result, SavePath, get_table_path, is_result
+from stackseg_client.result_files import MEDIA_TYPES, SavePath, get_table_path, is_result
+from stackseg_client.results import Result
 
 # Suffixes of files that the server reads.
 STACK_SUFFIXES = (

@@ -30,7 +30,8 @@ from stackseg_client.reports import (
     parse_planes,
     parse_stack,
 )
-from stackseg_client.results import MEDIA_TYPES, Result, ResultReceiver, SavePath, check_path, get_suffix
+from stackseg_client.result_files import MEDIA_TYPES, SavePath, check_path, get_suffix
+from stackseg_client.results import Result, ResultReceiver
 from stackseg_client.retries import Retries
 
 T = TypeVar("T")

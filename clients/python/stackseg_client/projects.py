@@ -11,7 +11,8 @@ from urllib.parse import quote
 
 from stackseg_client.operations import Operation, receive_json, send_json
 from stackseg_client.reports import ContentReceiver
-from stackseg_client.results import SavePath, Table, check_path, open_part, parse_table
+from stackseg_client.result_files import SavePath, check_path, open_part
+from stackseg_client.results import Table, parse_table
 
 T = TypeVar("T")
 

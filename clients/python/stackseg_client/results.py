@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,27 +21,20 @@ import tifffile
 from numpy.typing import NDArray
 
 from stackseg_client.errors import InvalidResponse
+from stackseg_client.result_files import (
+    MEDIA_TYPES,
+    TIFF_MEDIA_TYPE,
+    get_suffix,
+    get_table_path,
+    open_part,
+)
 
-SavePath = str | os.PathLike[str]
 Table = dict[str, NDArray[Any]]
 VoxelSize = tuple[float, float, float]
 
-_TIFF, _ZIP, _JSON = "image/tiff", "application/zip", "application/json"
-# Media type that the server sends, by suffix of the file in which a result is saved.
-MEDIA_TYPES = {
-    ".tif": _TIFF,
-    ".tiff": _TIFF,
-    ".npy": _TIFF,
-    ".nii.gz": "application/x-nifti",
-    ".ozx": "application/x-ozx",
-}
+_ZIP, _JSON = "application/zip", "application/json"
 # Columns of tables that contain text, which may look like a number.
 _TEXT_COLUMNS = frozenset({"stack", "group", "job", "model", "unit"})
-# Longest file name of most file systems.
-MAX_NAME_BYTES = 255
-# Words at the beginning of a result, by which a result is distinguished from a stack.
-_HEAD_BYTES = 2**16
-_TIFF_RESULT_WORDS, _ZARR_RESULT_WORD = (b"StackSeg\0", b"ImageJ="), b"stackseg/origin"
 # Maximum number of threads that decode labels.
 MAX_THREADS = min(8, os.cpu_count() or 1)
 _LABELS_FILE, _TABLE_FILE = "labels.ome.tif", "measurements.csv"
@@ -125,8 +117,8 @@ class ResultReceiver:
     def __init__(self, headers: Mapping[str, str], save_to: Path | None) -> None:
         self._headers, self._save_to = headers, save_to
         self._media_type = headers.get("Content-Type", "").partition(";")[0].strip()
-        expected = _TIFF if save_to is None else MEDIA_TYPES[get_suffix(save_to)]
-        if self._media_type not in {expected, _JSON, _ZIP if expected == _TIFF else ""}:
+        expected = TIFF_MEDIA_TYPE if save_to is None else MEDIA_TYPES[get_suffix(save_to)]
+        if self._media_type not in {expected, _JSON, _ZIP if expected == TIFF_MEDIA_TYPE else ""}:
             raise InvalidResponse(
                 f"The server sent {self._media_type or 'a result without Content-Type'} instead of {expected}. If it is"
                 " a StackSeg server: results with several time points, and probabilities, can be saved as .tif or .npy."
@@ -202,66 +194,6 @@ class ResultReceiver:
                 shutil.copyfileobj(member, file, 2**20)
         get_table_path(self._save_to).write_bytes(table_content)
         return b"", table_content
-
-
-def open_part(path: Path) -> tuple[Path, BinaryIO]:
-    """Create and open a file with a unique name in the folder of `path`, which it replaces when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Not derived from the name, which may be as long as file systems allow.
-    part = path.with_name(f".stackseg-{uuid.uuid4().hex}")
-    return part, part.open("xb")
-
-
-def check_path(path: Path, stack: Path | None = None) -> None:
-    """Check before the computation that a result can be written to `path`, and does not replace the file of the stack.
-
-    Raises ValueError if it would, or if the name is too long; IsADirectoryError and NotADirectoryError if a folder or a
-    file is in its place; and PermissionError.
-    """
-    if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
-        raise ValueError(f"The name {path.name[:20]}... is too long. Use at most {MAX_NAME_BYTES} bytes.")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder. Specify the name of a file.")
-    if stack is not None and path.exists() and stack.exists() and path.samefile(stack):
-        raise ValueError(f"{path} would replace the stack. Choose another name for the result.")
-    _check_folder(path)
-
-
-def _check_folder(path: Path) -> None:
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{path} cannot be written, because {folder} is a file. Choose another folder.")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{path} cannot be written, because {folder} is read-only. Choose another folder.")
-
-
-def get_table_path(path: Path) -> Path:
-    """Return the file of the table that belongs to a file with labels."""
-    stem = path.name[: -len(get_suffix(path))].removesuffix(".ome")
-    return path.with_name(f"{stem}.csv")
-
-
-def is_result(path: Path) -> bool:
-    """Return whether a file is a TIFF that StackSeg has written, or a folder an OME-Zarr."""
-    if path.is_dir():
-        return any(_ZARR_RESULT_WORD in _read_head(path / name) for name in ("zarr.json", ".zattrs"))
-    head = _read_head(path)
-    return all(word in head for word in _TIFF_RESULT_WORDS)
-
-
-def _read_head(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)
-
-
-def get_suffix(path: Path) -> str:
-    """Return the suffix of a file for labels. Raises ValueError if the format is not supported."""
-    for suffix in MEDIA_TYPES:
-        if path.name.lower().endswith(suffix):
-            return suffix
-    raise ValueError(f"{path} must end in one of {', '.join(MEDIA_TYPES)}.")
 
 
 def _parse_headers(headers: Mapping[str, str]) -> dict[str, Any]:

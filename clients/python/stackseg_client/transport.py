@@ -15,7 +15,7 @@ import httpx2
 
 from stackseg_client.errors import ConnectionFailed, InvalidResponse
 from stackseg_client.operations import Operation
-from stackseg_client.results import SavePath
+from stackseg_client.result_files import SavePath
 
 HttpClient = TypeVar("HttpClient")
 
