@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import pwd
 import shutil
 import sqlite3
@@ -75,7 +76,12 @@ def read_state(service: Service, job: dict[str, Any]) -> str:
 
 
 def list_job_files(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder / "jobs")) for path in (folder / "jobs" / "jobs").rglob("*"))
+    """List the files and folders of all jobs. Folders that are deleted meanwhile are skipped."""
+    return sorted(
+        str(Path(parent, name).relative_to(folder / "jobs"))
+        for parent, folders, files in os.walk(folder / "jobs" / "jobs")
+        for name in folders + files
+    )
 
 
 @pytest.mark.parametrize("storage_error", [STORAGE_ERRORS["locked"], STORAGE_ERRORS["full"]], ids=["locked", "full"])
