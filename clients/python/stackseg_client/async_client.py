@@ -229,8 +229,9 @@ class AsyncClient:
                     async with self._http.stream("GET", follower.path, timeout=EVENT_TIMEOUT_SECONDS) as response:
                         if response.status_code >= 300:
                             raise parse_problem(response.status_code, response.headers, await response.aread())
+                        follower.begin(response.headers)
                         async for block in response.aiter_bytes():
-                            for report in follower.feed(block, response.headers):
+                            for report in follower.feed(block):
                                 yield report
             except StackSegError as error:
                 reason = error

@@ -284,8 +284,9 @@ class Client:
                 ):
                     if response.status_code >= 300:
                         raise parse_problem(response.status_code, response.headers, response.read())
+                    follower.begin(response.headers)
                     for block in response.iter_bytes():
-                        yield from follower.feed(block, response.headers)
+                        yield from follower.feed(block)
             except StackSegError as error:
                 reason = error
             if not follower.has_ended:

@@ -108,7 +108,7 @@ def test_pages_of_other_servers_are_not_followed_as_jobs() -> None:
     with (
         serve_fixed(page) as (_app, address),
         Client(f"http://{address}") as client,
-        pytest.raises(errors.InvalidResponse, match="Log in"),
+        pytest.raises(errors.InvalidResponse, match=r"text/html instead of text/event-stream"),
     ):
         list(Job(client, job).progress())
 
