@@ -30,7 +30,7 @@ from stackseg_client.reports import (
     parse_planes,
     parse_stack,
 )
-from stackseg_client.result_files import MEDIA_TYPES, SavePath, check_path, get_suffix
+from stackseg_client.result_files import MEDIA_TYPES, SavePath, check_path, get_suffix, get_table_path
 from stackseg_client.results import Result, ResultReceiver
 from stackseg_client.retries import Retries
 
@@ -127,6 +127,8 @@ def segment(
         if parameters.get("output_to") is not None:
             raise TypeError("Pass save_to= for a file on this computer, or output_to= for one on the server, not both.")
         check_path(Path(save_to).expanduser(), find_file(source))
+        if table:
+            check_path(get_table_path(Path(save_to).expanduser()))
     operation = _send_stack("/segment", source, name, parameters, _receive_result(save_to), table=table)
     if save_to is not None:
         suffix = get_suffix(Path(save_to))
