@@ -204,7 +204,7 @@ def test_unusable_proxies_and_certificates_of_the_environment_are_named(monkeypa
 
 def test_slow_servers_are_named_with_the_time_limit() -> None:
     async def answer_late(_scope: Scope, _receive: Receive, _send: Send) -> None:
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
 
     server = make_server(answer_late, TIMEOUT_SECONDS, TIMEOUT_SECONDS)
     expected = pytest.raises(ConnectionFailed, match=r"ReadTimeout.* Increase timeout")
