@@ -321,15 +321,16 @@ class Images {
 
     private static String count(int number, String noun) { "$number $noun${number == 1 ? '' : 's'}" }
 
-    /** Return "x, y, z" in micrometers, or "" if the unit of an axis is not a length. */
+    /** Return "x, y, z" in micrometers, or "" if the unit of an axis is not a length, or its size is not a number above 0. */
     static String voxelSize(ImagePlus image) {
         def calibration = image.calibration
         def factors = [calibration.XUnit, calibration.YUnit, calibration.ZUnit].collect { toMicrometers(it) }
         if (!factors.every()) return ''
         def sizes = [calibration.pixelWidth, calibration.pixelHeight, calibration.pixelDepth]
-        return [sizes, factors].transpose().collect { size, factor ->
-            new BigDecimal(size * factor, new MathContext(9)).stripTrailingZeros().toPlainString()
-        }.join(', ')
+        // Stacks that were recorded from top to bottom may have a negative size.
+        def lengths = [sizes, factors].transpose().collect { size, factor -> Math.abs((double) (size * factor)) }
+        if (!lengths.every { it > 0 && it < Double.POSITIVE_INFINITY }) return ''
+        return lengths.collect { new BigDecimal(it, new MathContext(9)).stripTrailingZeros().toPlainString() }.join(', ')
     }
 
     private static Number toMicrometers(String unit) {

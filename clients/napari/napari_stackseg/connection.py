@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
-from stackseg_client import Client, Retries
+from stackseg_client import Client, Model, Retries
 from stackseg_client.bodies import BytesBody
 from stackseg_client.operations import Operation, receive_json, send_json
 from stackseg_client.parameters import encode_parameters
@@ -38,6 +38,15 @@ def download_picture(client: Client, model: str) -> bytes:
     """Return a picture of the result for the sample of a model, as PNG. Raises NotFound if it has none."""
     path = f"/models/{quote(model, safe='')}/picture"
     return client.run(Operation("GET", path, lambda _headers: ContentReceiver(bytes)))
+
+
+def list_models(connection: Connection) -> list[tuple[Model, bytes]]:
+    """Return the models of the server with their pictures, which are empty for models without one."""
+    with connection.open() as client:
+        return [
+            (model, download_picture(client, model.name) if model.raw.get("picture") else b"")
+            for model in client.models()
+        ]
 
 
 def annotate(client: Client, labels: NDArray[Any], **parameters: Any) -> dict[str, Any]:

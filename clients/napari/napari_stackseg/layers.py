@@ -5,6 +5,7 @@ Axes are letters of TZCYXS, one per dimension of the layer's data. S are the sam
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from numpy.typing import NDArray
 VoxelSize = tuple[float, float, float]
 
 _LETTERS = {"time": "T", "channel": "C", "depth": "Z", "height": "Y", "width": "X"}
+# Events of a layer after which its axes or its voxel size may differ.
+CALIBRATION_EVENTS = ("data", "axis_labels", "scale", "rotate", "affine", "units")
 # Axes to choose from if a layer does not name them. The first is the most frequent one.
 AXES_CHOICES = {
     2: ["YX"],
@@ -41,25 +44,33 @@ def list_axes(layer: Any) -> list[str]:
 def get_voxel_size(layer: Any, axes: str) -> tuple[VoxelSize | None, str]:
     """Return the voxel size Z, Y, X in micrometers, and where it is from. None if the layer has none.
 
-    The scale, the rotation and the affine transformation of the layer contribute to it.
+    The scale, the rotation and the affine transformation of the layer contribute to it. Planes without Z have the depth
+    of a pixel, as the server assumes for them.
     """
-    if "Z" not in axes:
-        return None, ""
-    positions = [axes.index(axis) for axis in "ZYX"]
+    spatial = [axis for axis in "ZYX" if axis in axes]
+    positions = [axes.index(axis) for axis in spatial]
     units = [layer.units[index] for index in positions]
-    known = [factor for factor in map(_convert_to_micrometers, units) if factor is not None]
-    if len(known) not in {0, 3}:
-        named = ", ".join(map("{} {}".format, "zyx", units))
+    known = list(filter(None, map(_convert_to_micrometers, units)))
+    if len(known) not in {0, len(units)}:
+        named = ", ".join(map("{} {}".format, "".join(spatial).lower(), units))
         return None, f"Not all axes of the layer have a unit of length: {named}. Enter the voxel size."
-    size = _measure_steps(layer, positions, known or [1.0] * 3)
-    if known:
-        return size, "from the layer"
-    if set(size) == {1.0}:
+    sizes = _measure_steps(layer, positions, known or [1.0] * len(units))
+    if not known and set(sizes) == {1.0}:
         return None, "The layer has no voxel size."
-    return size, "The scale of the layer has no unit; taken as µm."
+    note = "from the layer" if known else "The scale of the layer has no unit; taken as µm."
+    return _add_depth(sizes, note)
 
 
-def _measure_steps(layer: Any, positions: list[int], factors: list[float]) -> VoxelSize:
+def _add_depth(sizes: list[float], note: str) -> tuple[VoxelSize, str]:
+    """Return the sizes Z, Y, X and the note of sizes that may lack Z."""
+    if len(sizes) == 2:
+        sizes = [math.sqrt(math.prod(sizes)), *sizes]
+        note = f"{note.rstrip('.')}. The plane is taken as one pixel deep."
+    z, y, x = sizes
+    return (z, y, x), note
+
+
+def _measure_steps(layer: Any, positions: list[int], factors: list[float]) -> list[float]:
     """Return the distances between neighboring voxels along the axes at these positions.
 
     factors  lengths of the units of the axes
@@ -67,8 +78,7 @@ def _measure_steps(layer: Any, positions: list[int], factors: list[float]) -> Vo
     matrix = np.asarray(layer.affine.affine_matrix, float)[:-1, :-1] @ np.asarray(layer.rotate, float)
     steps = (matrix * np.asarray(layer.scale, float))[np.ix_(positions, positions)]
     # The units are those of the rows.
-    z, y, x = np.linalg.norm(steps * np.array(factors)[:, None], axis=0).round(12).tolist()
-    return z, y, x
+    return [float(step) for step in np.linalg.norm(steps * np.array(factors)[:, None], axis=0).round(12)]
 
 
 def _convert_to_micrometers(unit: Any) -> float | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from napari.layers import Image, Shapes
-from qtpy.QtCore import QSignalBlocker, QSize, Qt
+from qtpy.QtCore import QSize, Qt
 from qtpy.QtGui import QIcon, QPixmap
 from qtpy.QtWidgets import (
     QCheckBox,
@@ -24,8 +25,9 @@ from qtpy.QtWidgets import (
 from stackseg_client import Inspection, JobReport, Model, Result
 
 from napari_stackseg import background, layers, messages, object_diameter
-from napari_stackseg.connection import CONNECTION, Connection, download_picture
+from napari_stackseg.connection import CONNECTION, Connection, list_models
 from napari_stackseg.files import read_sample
+from napari_stackseg.layer_box import LayerBox
 from napari_stackseg.segmentation import Segmentation, inspect_file
 from napari_stackseg.task_widget import TaskWidget
 
@@ -35,15 +37,6 @@ ICON = QSize(48, 48)
 DIAMETERS = {None: "as the model suggests", "auto": "estimate", "none": "original resolution", "": "measured:"}
 LINKS = {None: "number objects independently", "overlap": "track by overlap", "laptrack": "track by distance"}
 STATES = {"loading": "Loading the model", "waiting": "Waiting for other jobs", "running": "Segmenting"}
-
-
-def list_models(connection: Connection) -> list[tuple[Model, bytes]]:
-    """Return the models of the server with their pictures, which are empty for models without one."""
-    with connection.open() as client:
-        return [
-            (model, download_picture(client, model.name) if model.raw.get("picture") else b"")
-            for model in client.models()
-        ]
 
 
 class SegmentWidget(TaskWidget[Segmentation]):
@@ -58,7 +51,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         self.connect_button = QPushButton("Connect")
         self.model, self.picture, self.sample_button = QComboBox(), QLabel(), QPushButton("Open its sample")
         self.model.setIconSize(ICON)
-        self.layer, self.axes, self.channel = QComboBox(), QComboBox(), QComboBox()
+        self.layer, self.axes, self.channel = LayerBox(napari_viewer, Image), QComboBox(), QComboBox()
         self.voxel_size, self.voxel_note = QLineEdit(), QLabel()
         self.voxel_size.setPlaceholderText("z, y, x in µm; empty: unknown")
         self.file_button = QPushButton("Read from the file")
@@ -79,7 +72,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
             self.link.addItem(text, value)
         self._arrange()
         self._connect()
-        self.update_layers()
+        self._show_layer()
         self.connect_to_server()
 
     def _arrange(self) -> None:
@@ -124,17 +117,22 @@ class SegmentWidget(TaskWidget[Segmentation]):
         self.measure_button.clicked.connect(self.measure)
         self.start_button.clicked.connect(self.segment)
         self.cancel_button.clicked.connect(self.cancel)
-        for event in (self._viewer.layers.events.inserted, self._viewer.layers.events.removed):
-            event.connect(self.update_layers)
 
     def connect_to_server(self) -> None:
         """List the models of the server."""
         url = self.url.text().strip()
         CONNECTION.url, CONNECTION.key = url if "://" in url else f"http://{url}", self.key.text().strip() or None
+        # The other widgets of this kind stay connected to the server whose models they show.
+        self._connection = replace(CONNECTION)
+        self._models = []
+        self.model.clear()
         self.message.setText("Connecting.")
-        background.start(list_models, CONNECTION, done=self._show_models, failed=self.show_error)
+        done = partial(self._show_models, self._connection)
+        background.start(list_models, self._connection, done=done, failed=self.show_error)
 
-    def _show_models(self, models: list[tuple[Model, bytes]]) -> None:
+    def _show_models(self, connection: Connection, models: list[tuple[Model, bytes]]) -> None:
+        if connection is not self._connection:
+            return
         self._models = models
         self.model.clear()
         for model, picture in models:
@@ -165,31 +163,31 @@ class SegmentWidget(TaskWidget[Segmentation]):
         def add(layer_data: tuple[Any, dict[str, Any]]) -> None:
             self._viewer.add_image(layer_data[0], **layer_data[1])
 
-        background.start(read_sample, CONNECTION, self.model.currentData(), done=add, failed=self.show_error)
-
-    def update_layers(self, _event: object = None) -> None:
-        """List the images of the viewer."""
-        selected = self.layer.currentText()
-        with QSignalBlocker(self.layer):
-            self.layer.clear()
-            self.layer.addItems([layer.name for layer in self._viewer.layers if isinstance(layer, Image)])
-            self.layer.setCurrentIndex(max(0, self.layer.findText(selected)))
-        if self.layer.currentText() != selected:
-            self._show_layer()
+        background.start(read_sample, self._connection, self.model.currentData(), done=add, failed=self.show_error)
 
     def get_image(self) -> Any:
         """Return the chosen layer. Raises ValueError if there is none."""
-        name = self.layer.currentText()
-        if name not in self._viewer.layers:
+        if self.layer.layer is None:
             raise ValueError("Open a stack, or press “Open its sample”.")
-        return self._viewer.layers[name]
+        return self.layer.layer
 
     def _show_layer(self, _index: int = 0) -> None:
         self.axes.clear()
-        if self.layer.currentText() in self._viewer.layers:
-            image = self.get_image()
+        image = self.layer.layer
+        if image is not None:
             self.axes.addItems(layers.list_axes(image))
             self.file_button.setEnabled(Path(image.source.path or "").is_file())
+            # Users may set the scale and the axes after they have added a layer.
+            for name in layers.CALIBRATION_EVENTS:
+                image.events[name].connect(self._update_layer)
+
+    def _update_layer(self, event: Any) -> None:
+        if event.source is self.layer.layer:
+            axes, channel = self.axes.currentText(), self.channel.currentIndex()
+            self._show_layer()
+            # Axes that are not in the list change nothing.
+            self.axes.setCurrentText(axes)
+            self.channel.setCurrentIndex(min(channel, self.channel.count() - 1))
 
     def _show_axes(self, _index: int = 0) -> None:
         axes = self.axes.currentText()
@@ -210,7 +208,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         """Let the server read axes and voxel size from the file of the layer."""
         path = str(self.get_image().source.path)
         self.message.setText("Reading the file.")
-        background.start(inspect_file, CONNECTION, path, done=self._use_inspection, failed=self.show_error)
+        background.start(inspect_file, self._connection, path, done=self._use_inspection, failed=self.show_error)
 
     def _use_inspection(self, inspection: Inspection) -> None:
         if inspection.voxel_size is not None:
@@ -297,7 +295,7 @@ class SegmentWidget(TaskWidget[Segmentation]):
         except ValueError as error:
             self.show_error(error)
             return
-        run = Segmentation(CONNECTION, layers.get_pixels(image), image.name, parameters)
+        run = Segmentation(self._connection, layers.get_pixels(image), image.name, parameters)
         self.begin(run)
         self.progress.setValue(0)
         self.message.setText("Starting.")

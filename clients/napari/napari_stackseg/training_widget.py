@@ -21,6 +21,7 @@ from qtpy.QtWidgets import (
 
 from napari_stackseg import background, layers
 from napari_stackseg.connection import CONNECTION
+from napari_stackseg.layer_box import LayerBox
 from napari_stackseg.task_widget import TaskWidget
 from napari_stackseg.training import Correction, Training, describe_training, list_state
 
@@ -31,7 +32,8 @@ class TrainingWidget(TaskWidget[Training]):
     def __init__(self, napari_viewer: Any) -> None:
         super().__init__("Train", "Cancel the training")
         self._viewer = napari_viewer
-        self.labels, self.image, self.name = QComboBox(), QComboBox(), QLineEdit()
+        self.image, self.labels = LayerBox(napari_viewer, Image), LayerBox(napari_viewer, Labels)
+        self.name = QLineEdit()
         self.save_button = QPushButton("Save as annotated stack")
         self.annotations, self.update_button = QListWidget(), QPushButton("Update the list")
         self.model, self.new_name, self.minutes = QComboBox(), QLineEdit("my-model"), QDoubleSpinBox()
@@ -63,34 +65,22 @@ class TrainingWidget(TaskWidget[Training]):
         self.update_button.clicked.connect(self.update_list)
         self.start_button.clicked.connect(self.train)
         self.cancel_button.clicked.connect(self.cancel)
-        for event in (napari_viewer.layers.events.inserted, napari_viewer.layers.events.removed):
-            event.connect(self.update_layers)
-        self.update_layers()
+        self._show_image()
         self.update_list()
-
-    def update_layers(self, _event: object = None) -> None:
-        """List the layers of the viewer."""
-        for box, kind in ((self.image, Image), (self.labels, Labels)):
-            selected = box.currentText()
-            box.clear()
-            box.addItems([layer.name for layer in self._viewer.layers if isinstance(layer, kind)])
-            box.setCurrentIndex(max(box.findText(selected), 0 if box.count() else -1))
 
     def _show_image(self, _index: int = 0) -> None:
         """Choose the image and the model from which the labels were created."""
-        name = self.labels.currentText()
-        if name in self._viewer.layers:
-            record = self._viewer.layers[name].metadata.get("stackseg", {})
+        if self.labels.layer is not None:
+            record = self.labels.layer.metadata.get("stackseg", {})
             # Names that are not in the list change nothing.
             self.image.setCurrentText(record.get("image", ""))
             self.model.setCurrentText(record.get("parameters", {}).get("model") or "")
 
     def get_correction(self) -> Correction:
         """Return the chosen labels with their stack. Raises ValueError if layers are missing or do not fit."""
-        names = self.labels.currentText(), self.image.currentText()
-        if not all(name in self._viewer.layers for name in names):
+        labels, image = self.labels.layer, self.image.layer
+        if labels is None or image is None:
             raise ValueError("Segment a stack first, or add a Labels layer for an image, and correct the labels.")
-        labels, image = (self._viewer.layers[name] for name in names)
         record = labels.metadata.get("stackseg", {})
         # The job is that of another stack if the user has chosen another image.
         record = record if record.get("image") == image.name else {}

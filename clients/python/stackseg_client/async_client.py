@@ -17,7 +17,7 @@ from stackseg_client import operations, projects
 from stackseg_client.bodies import Source, find_file
 from stackseg_client.body_protocol import Body
 from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
-from stackseg_client.folders import FolderItem, plan_folder
+from stackseg_client.folders import FolderItem, check_concurrency, plan_folder
 from stackseg_client.operations import JobFollower, Operation
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import AsyncProject
@@ -129,6 +129,7 @@ class AsyncClient:
         **parameters: Unpack[Parameters],
     ) -> AsyncIterator[FolderItem]:
         """Segment the stacks in a folder, as `Client.segment_folder` does."""
+        check_concurrency(concurrency)
         semaphore = asyncio.Semaphore(concurrency)
 
         async def run(item: FolderItem) -> FolderItem:
@@ -229,8 +230,9 @@ class AsyncClient:
                     async with self._http.stream("GET", follower.path, timeout=EVENT_TIMEOUT_SECONDS) as response:
                         if response.status_code >= 300:
                             raise parse_problem(response.status_code, response.headers, await response.aread())
+                        follower.begin(response.headers)
                         async for block in response.aiter_bytes():
-                            for report in follower.feed(block, response.headers):
+                            for report in follower.feed(block):
                                 yield report
             except StackSegError as error:
                 reason = error

@@ -216,12 +216,25 @@ def _read_slabs(array: ArrayLike, shape: tuple[int, ...], dtype: DTypeLike) -> I
             # Dask arrays lose their masks if NumPy converts them.
             slab = slab.compute() if hasattr(slab, "compute") else slab
             _check_mask(slab)
+            slab = np.asarray(slab)
+            _check_slab(slab, (min(step, shape[axis] - start), *shape[axis + 1 :]), np.dtype(dtype))
             yield np.ascontiguousarray(slab, dtype=dtype)
 
 
 def _check_mask(array: Any) -> None:
     if np.ma.is_masked(array):
         raise ValueError("A TIFF cannot store a mask. Replace the masked voxels, for example with array.filled(0).")
+
+
+def _check_slab(slab: NDArray[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Refuse a part that a lazy array computed with another shape or dtype, whose values would be wrong in the TIFF."""
+    if slab.shape != shape:
+        raise ValueError(f"A part of the array has the shape {slab.shape} instead of {shape}. Check its chunks.")
+    if not np.can_cast(slab.dtype, dtype, "safe"):
+        raise ValueError(
+            f"A part of the array has the dtype {slab.dtype}, which does not fit in the dtype {dtype} of its first"
+            " voxel. Convert the array with astype()."
+        )
 
 
 def _find_axes(array: ArrayLike, shape: tuple[int, ...]) -> str:

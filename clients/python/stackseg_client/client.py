@@ -11,13 +11,12 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack
 
-import httpx2
 from numpy.typing import NDArray
 
 from stackseg_client import operations, projects
 from stackseg_client.bodies import Source, find_file
-from stackseg_client.errors import ProblemError, StackSegError, Unauthorized, parse_problem
-from stackseg_client.folders import FolderItem, FolderRun, plan_folder
+from stackseg_client.errors import ProblemError, StackSegError, Unauthorized
+from stackseg_client.folders import FolderItem, FolderRun, check_concurrency, plan_folder
 from stackseg_client.operations import JobFollower, Operation
 from stackseg_client.parameters import Parameters
 from stackseg_client.projects import Project
@@ -25,13 +24,7 @@ from stackseg_client.reports import Inspection, JobReport, Model, Stack
 from stackseg_client.result_files import SavePath
 from stackseg_client.results import Result
 from stackseg_client.retries import Retries
-from stackseg_client.transport import (
-    DEFAULT_TIMEOUT_SECONDS,
-    EVENT_TIMEOUT_SECONDS,
-    make_request,
-    open_connections,
-    translate_errors,
-)
+from stackseg_client.transport import DEFAULT_TIMEOUT_SECONDS, EVENT_TIMEOUT_SECONDS, Connections, make_request
 
 T = TypeVar("T")
 
@@ -64,7 +57,7 @@ class Client:
         ca_file: SavePath | None = None,
     ) -> None:
         self.url, self._retries = url, retries
-        self._http = open_connections(httpx2.Client, url, key, timeout, ca_file, trust_env=trust_env)
+        self._http = Connections(url, key, timeout, ca_file, trust_env=trust_env)
 
     def __enter__(self) -> Self:
         return self
@@ -180,6 +173,7 @@ class Client:
         ...     print(f"{item.done}/{item.total} {item.path.name}: {item.error or item.result}")
         1/1 a.tif: <Result of nuclei/1: 16 objects, 1 warning, path='labels/a_labels.npy'>
         """
+        check_concurrency(concurrency)
         items = plan_folder(folder, labels_folder, pattern, suffix, table=table, overwrite=overwrite_labels)
         run = self._run_folder(items, concurrency, parameters, table=table, overwrite=overwrite_labels)
         return FolderRun(run, len(items))
@@ -265,27 +259,23 @@ class Client:
 
     def _attempt(self, operation: Operation[T]) -> T:
         content = None if operation.body is None else operation.body.read_blocks()
-        with translate_errors(self.url), self._http.stream(**make_request(operation, content)) as response:
-            if response.status_code >= 300:
-                raise parse_problem(response.status_code, response.headers, response.read())
-            with closing(operation.receive(response.headers)) as receiver:
-                for block in response.iter_bytes():
-                    receiver.write(block)
-                return receiver.finish()
+        with (
+            self._http.stream(**make_request(operation, content)) as response,
+            closing(operation.receive(response.headers)) as receiver,
+        ):
+            for block in response.iter_bytes():
+                receiver.write(block)
+            return receiver.finish()
 
     def _follow(self, job_id: str) -> Iterator[JobReport]:
         follower = JobFollower(job_id, self._retries)
         while not follower.has_ended:
             reason = None
             try:
-                with (
-                    translate_errors(self.url),
-                    self._http.stream("GET", follower.path, timeout=EVENT_TIMEOUT_SECONDS) as response,
-                ):
-                    if response.status_code >= 300:
-                        raise parse_problem(response.status_code, response.headers, response.read())
+                with self._http.stream(method="GET", url=follower.path, timeout=EVENT_TIMEOUT_SECONDS) as response:
+                    follower.begin(response.headers)
                     for block in response.iter_bytes():
-                        yield from follower.feed(block, response.headers)
+                        yield from follower.feed(block)
             except StackSegError as error:
                 reason = error
             if not follower.has_ended:

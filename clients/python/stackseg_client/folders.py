@@ -51,6 +51,12 @@ class FolderRun(Iterator[FolderItem]):
         return next(self._items)
 
 
+def check_concurrency(concurrency: int) -> None:
+    """Raise ValueError if no stack could be in progress."""
+    if concurrency < 1:
+        raise ValueError(f"concurrency={concurrency} segments no stack. Use 1 or more.")
+
+
 def plan_folder(
     folder: SavePath,
     labels_folder: SavePath,

@@ -30,9 +30,11 @@ from stackseg_client.reports import (
     parse_planes,
     parse_stack,
 )
-from stackseg_client.result_files import MEDIA_TYPES, SavePath, check_path, get_suffix
+from stackseg_client.result_files import MEDIA_TYPES, SavePath, check_path, get_suffix, get_table_path
 from stackseg_client.results import Result, ResultReceiver
 from stackseg_client.retries import Retries
+
+EVENT_MEDIA_TYPE = "text/event-stream"
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -83,10 +85,19 @@ class JobFollower:
         """Whether the last report is final."""
         return self.report is not None and self.report.has_ended
 
-    def feed(self, block: bytes, headers: Mapping[str, str]) -> Iterator[JobReport]:
-        """Yield the reports that this block of a response completes, without repetitions. Raises InvalidResponse."""
-        if not headers.get("Content-Type", "").startswith("text/event-stream"):
-            raise InvalidResponse(f"These are not events of a StackSeg server: {block[:200]!r}")
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """Begin to read a stream. Raises InvalidResponse if the headers of the response are not those of events."""
+        media_type = headers.get("Content-Type", "").partition(";")[0].strip()
+        if media_type != EVENT_MEDIA_TYPE:
+            raise InvalidResponse(
+                f"The response for the events of the job is {media_type or 'without Content-Type'} instead of"
+                f" {EVENT_MEDIA_TYPE}. Check the address: does a login page or another server answer?"
+            )
+        # The previous stream may have ended in the middle of an event.
+        self._parser = EventParser()
+
+    def feed(self, block: bytes) -> Iterator[JobReport]:
+        """Yield the reports that this block of a stream completes, without repetitions. Raises InvalidResponse."""
         for report in self._parser.feed(block):
             if report != self.report:
                 self.report, self._failures = report, 0
@@ -101,7 +112,7 @@ class JobFollower:
         delay = self._retries.get_delay(error, self._failures, is_repeatable=True)
         if delay is None:
             raise error
-        self._parser, self._failures = EventParser(), self._failures + 1
+        self._failures += 1
         return delay
 
 
@@ -116,6 +127,8 @@ def segment(
         if parameters.get("output_to") is not None:
             raise TypeError("Pass save_to= for a file on this computer, or output_to= for one on the server, not both.")
         check_path(Path(save_to).expanduser(), find_file(source))
+        if table:
+            check_path(get_table_path(Path(save_to).expanduser()))
     operation = _send_stack("/segment", source, name, parameters, _receive_result(save_to), table=table)
     if save_to is not None:
         suffix = get_suffix(Path(save_to))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 SavePath = str | os.PathLike[str]
 
@@ -23,6 +24,8 @@ MAX_NAME_BYTES = 255
 # Words at the beginning of a result, by which a result is distinguished from a stack.
 _HEAD_BYTES = 2**16
 _TIFF_RESULT_WORDS, _ZARR_RESULT_WORD = (b"StackSeg\0", b"ImageJ="), b"stackseg/origin"
+# Metadata of an OME-Zarr with labels. In an `.ozx` file, which begins with the metadata, it is not compressed.
+_ZIP_SIGNATURE, _ZARR_LABELS_WORD = b"PK\3\4", b'"image-label"'
 
 
 def open_part(path: Path) -> tuple[Path, BinaryIO]:
@@ -56,6 +59,33 @@ def _check_folder(path: Path) -> None:
         raise PermissionError(f"{path} cannot be written, because {folder} is read-only. Choose another folder.")
 
 
+@dataclass(frozen=True)
+class SavedFile:
+    """A file with a result. The name may be that of another result later, and the working directory may change.
+
+    path  absolute path
+    """
+
+    path: Path
+    nbytes: int
+    modified_ns: int
+
+    @classmethod
+    def identify(cls, path: Path) -> Self:
+        """Return the file that has this path now."""
+        status = path.stat()
+        return cls(path.absolute(), status.st_size, status.st_mtime_ns)
+
+    def check(self) -> Path:
+        """Return the path. Raises ValueError if the file was changed or replaced, and OSError if it was deleted."""
+        if self.identify(self.path) != self:
+            raise ValueError(
+                f"{self.path} was changed after this result had been saved, perhaps by another result with the same"
+                " name. Read the file itself, or save each result in its own file."
+            )
+        return self.path
+
+
 def get_table_path(path: Path) -> Path:
     """Return the file of the table that belongs to a file with labels."""
     stem = path.name[: -len(get_suffix(path))].removesuffix(".ome")
@@ -63,10 +93,12 @@ def get_table_path(path: Path) -> Path:
 
 
 def is_result(path: Path) -> bool:
-    """Return whether a file is a TIFF that StackSeg has written, or a folder an OME-Zarr."""
+    """Return whether a file or folder is a TIFF or an OME-Zarr that StackSeg has written, or an `.ozx` with labels."""
     if path.is_dir():
         return any(_ZARR_RESULT_WORD in _read_head(path / name) for name in ("zarr.json", ".zattrs"))
     head = _read_head(path)
+    if head.startswith(_ZIP_SIGNATURE):
+        return _ZARR_LABELS_WORD in head
     return all(word in head for word in _TIFF_RESULT_WORDS)
 
 

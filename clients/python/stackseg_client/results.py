@@ -24,6 +24,7 @@ from stackseg_client.errors import InvalidResponse
 from stackseg_client.result_files import (
     MEDIA_TYPES,
     TIFF_MEDIA_TYPE,
+    SavedFile,
     get_suffix,
     get_table_path,
     open_part,
@@ -48,7 +49,8 @@ class LowConfidence:
     suggested: dict[str, str]
 
 
-@dataclass(frozen=True, repr=False)
+# Equality of tables would be an array, so results are equal only if they are identical.
+@dataclass(frozen=True, repr=False, eq=False)
 class Result:
     """The result of a segmentation.
 
@@ -79,6 +81,7 @@ class Result:
     path: Path | None = None
     saved: dict[str, Any] | None = None
     _content: bytes = field(default=b"")
+    _file: SavedFile | None = None
 
     def __repr__(self) -> str:
         where = f", path={str(self.path)!r}" if self.path is not None else ""
@@ -92,10 +95,11 @@ class Result:
         Classes have the dtype uint8. Probabilities [C, Z, Y, X] have the dtype float32. Results with several time
         points have a first axis T. Labels in an `.npy` file are memory-mapped. Those in an `.ozx` file are a Zarr
         array, which decodes the blocks that are read. All others are decoded on the first access. Raises ValueError if
-        the result has no labels that this client can read, and ImportError for `.ozx` if the package zarr is missing.
+        the result has no labels that this client can read, or if its file has been changed, and ImportError for `.ozx`
+        if the package zarr is missing.
         """
-        if self.path is not None:
-            return _open_labels(self.path)
+        if self._file is not None:
+            return _open_labels(self._file.check())
         if not self._content:
             raise ValueError("The server saved this result on its own host: see `saved`.")
         return _decode_tiff(io.BytesIO(self._content))
@@ -152,12 +156,14 @@ class ResultReceiver:
         if self._media_type == _ZIP:
             content, table_content = self._unpack(content)
             table = parse_table(table_content)
+        saved_file = None
         if self._save_to is not None and self._part is not None:
             if self._save_to.suffix.lower() == ".npy":
                 with self._replace_part() as path:
                     _decode_tiff(self._part, path)
             self._part.replace(self._save_to)
-        return Result(**metadata, table=table, path=self._save_to, _content=content)
+            saved_file = SavedFile.identify(self._save_to)
+        return Result(**metadata, table=table, path=self._save_to, _content=content, _file=saved_file)
 
     def close(self) -> None:
         """Delete an incomplete file."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,7 +15,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 
-from stackseg_client.errors import ConnectionFailed, InvalidResponse
+from stackseg_client.errors import ConnectionFailed, InvalidResponse, parse_problem
 from stackseg_client.operations import Operation
 from stackseg_client.result_files import SavePath
 
@@ -43,9 +45,10 @@ def open_connections(
     Raises ValueError for an invalid URL, key or file of certificates, or an unusable proxy of the environment, and
     OSError if the certificates cannot be read.
     """
+    base_url = _parse_url(url)
     options: dict[str, Any] = {
-        "base_url": _parse_url(url),
-        "headers": {"User-Agent": "stackseg-client"} | _authorize(key),
+        "base_url": base_url,
+        "headers": {"User-Agent": "stackseg-client"} | _authorize(key, has_user=bool(base_url.userinfo)),
         "timeout": httpx2.Timeout(timeout, connect=CONNECT_SECONDS),
         "trust_env": trust_env,
     }
@@ -55,6 +58,32 @@ def open_connections(
         return make_client(**options)
     with _name_environment():
         return make_client(**options)
+
+
+class Connections:
+    """The connections of a synchronous client. A forked process opens its own, because sockets cannot be shared.
+
+    The arguments are those of `open_connections`, whose errors are raised.
+    """
+
+    def __init__(self, url: str, *arguments: Any, trust_env: bool) -> None:
+        self._url, self._process = url, os.getpid()
+        self._open = partial(open_connections, httpx2.Client, url, *arguments, trust_env=trust_env)
+        self._http = self._open()
+
+    @contextmanager
+    def stream(self, **request: Any) -> Iterator[httpx2.Response]:
+        """Send a request, and yield a successful response. Raises ConnectionFailed, InvalidResponse or ProblemError."""
+        if self._process != os.getpid():
+            self._http, self._process = self._open(), os.getpid()
+        with translate_errors(self._url), self._http.stream(**request) as response:
+            if response.status_code >= 300:
+                raise parse_problem(response.status_code, response.headers, response.read())
+            yield response
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
 
 
 def _parse_url(url: str) -> httpx2.URL:
@@ -68,13 +97,18 @@ def _parse_url(url: str) -> httpx2.URL:
         raise ValueError(f"{url!r} is not a URL: {error}. {example}") from error
 
 
-def _authorize(key: str | None) -> dict[str, str]:
-    """Return the header with an API key."""
+def _authorize(key: str | None, *, has_user: bool) -> dict[str, str]:
+    """Return the header with an API key.
+
+    has_user  whether the URL names a user, which httpx2 sends to the proxy of the server in the header Authorization
+    """
     # Keys that were read from a file often end with a line break.
     key = (key or "").strip()
     if not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError("The API key contains spaces or special characters. Copy it again, without other text.")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    if not key:
+        return {}
+    return {"X-API-Key": key} if has_user else {"Authorization": f"Bearer {key}"}
 
 
 @contextmanager
@@ -106,7 +140,8 @@ def make_request(operation: Operation[Any], content: Any) -> dict[str, Any]:
 
 @contextmanager
 def translate_errors(url: str) -> Iterator[None]:
-    """Translate the errors of httpx2 to those of this package."""
+    """Translate the errors of httpx2 to those of this package, which do not contain the password of a URL."""
+    url = re.sub(r"//[^/@]*@", "//", url)
     try:
         yield
     except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:

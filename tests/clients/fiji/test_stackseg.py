@@ -42,14 +42,15 @@ Thread.start {
 new GroovyShell(new Binding(args: args.drop(3))).evaluate(new File(args[2]))
 """
 
-# Prints the voxel size of an image of 2 x 3 x 4 units for each argument: the units of x, y and z.
+# Prints the voxel size of an image for each argument: the units of x, y and z, and the size along z (4 by default).
+# The image has 2 and 3 units along x and y.
 VOXEL_SIZE_PROGRAM = """
 def loader = new GroovyClassLoader()
 loader.parseClass(new File(args[0]))
 args.drop(1).each { argument ->
   def image = ij.IJ.createImage('a', '8-bit', 2, 2, 2)
   def units = argument.split(',', -1)
-  image.calibration.with { pixelWidth = 2; pixelHeight = 3; pixelDepth = 4
+  image.calibration.with { pixelWidth = 2; pixelHeight = 3; pixelDepth = units.size() > 3 ? units[3].toDouble() : 4
     XUnit = units[0]; YUnit = units[1]; ZUnit = units[2] }
   println loader.loadClass('Images').voxelSize(image)
 }
@@ -157,6 +158,10 @@ def test_voxel_sizes_have_the_unit_of_their_axis(tmp_path: Path) -> None:
         "\u00c5,angstrom,angstroms": "0.0002, 0.0003, 0.0004",
         "um,um,pixel": "",
         "pixel,pixel,pixel": "",
+        "um,um,um,-0.5": "2, 3, 0.5",
+        "um,um,um,0": "",
+        "um,um,um,NaN": "",
+        "um,um,um,Infinity": "",
     }
     program = tmp_path / "program.groovy"
     program.write_text(VOXEL_SIZE_PROGRAM)

@@ -100,6 +100,37 @@ def test_voxel_sizes_are_those_of_the_displayed_layer(
         assert get_voxel_size(series, "TZYX") == (size, note)
 
 
+@pytest.mark.parametrize(
+    ("axes", "scale", "units", "expected", "note"),
+    [
+        ("YX", (0.2, 0.2), [UM] * 2, (0.2, 0.2, 0.2), "from the layer. The plane is taken as one pixel deep."),
+        ("YX", (200, 800), [NM] * 2, (0.4, 0.2, 0.8), "one pixel deep"),
+        ("YX", (0.2, 0.2), [PIXEL] * 2, (0.2, 0.2, 0.2), "no unit; taken as µm. The plane"),
+        ("TYX", (30, 0.2, 0.2), [SECOND, UM, UM], (0.2, 0.2, 0.2), "from the layer"),
+        ("YXS", (0.2, 0.2), [UM] * 2, (0.2, 0.2, 0.2), "from the layer"),
+        ("YX", (1, 1), [PIXEL] * 2, None, "no voxel size"),
+        ("YX", (200, 1), [NM, PIXEL], None, "y nanometer, x pixel. Enter the voxel size"),
+    ],
+)
+def test_planes_have_the_depth_of_a_pixel(
+    axes: str, scale: tuple[float, ...], units: list[Unit], expected: tuple[float, ...] | None, note: str
+) -> None:
+    size, found_note = get_voxel_size(make_image(axes.rstrip("S"), scale=scale, units=units), axes)
+    assert size == (None if expected is None else pytest.approx(expected))
+    assert note in found_note
+
+
+@pytest.mark.parametrize(("axes", "labels_axes"), [("YX", "ZYX"), ("YXS", "ZYX"), ("TYX", "ZYX"), ("TYX", "TZYX")])
+def test_labels_of_planes_are_at_the_place_of_their_image(axes: str, labels_axes: str) -> None:
+    lengths = {"T": 2, "Z": 1, "Y": 4, "X": 5}
+    shape = [lengths[axis] for axis in labels_axes]
+    image = make_image(axes.rstrip("S"))
+    placed, arguments = make_labels_layer(np.arange(np.prod(shape)).reshape(shape), image, axes, {"T": 1})
+    assert placed.shape == tuple(length for axis, length in zip(labels_axes, shape, strict=True) if axis != "Z")
+    for name in ("scale", "translate", "units"):
+        assert list(arguments[name]) == list(getattr(image, name)[-placed.ndim :])
+
+
 def test_sheared_images_with_channels_are_refused() -> None:
     with pytest.raises(ValueError, match="Split its channels"):
         make_labels_layer(np.zeros((2, 2, 2)), make_image("CZYX", shear=np.ones(6)), "CZYX", {})

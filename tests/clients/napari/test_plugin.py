@@ -24,8 +24,9 @@ napari = pytest.importorskip("napari")
 sys.path[:0] = [str(ROOT / "clients" / "napari"), str(ROOT / "clients" / "python")]
 
 import tifffile  # noqa: E402
-from napari_stackseg import connection, files  # noqa: E402
+from napari_stackseg import background, connection, files  # noqa: E402
 from napari_stackseg.segment_widget import SegmentWidget  # noqa: E402
+from napari_stackseg.segmentation import Segmentation  # noqa: E402
 from napari_stackseg.training_widget import TrainingWidget  # noqa: E402
 from qtpy.QtWidgets import QApplication  # noqa: E402
 from stackseg_client import Client  # noqa: E402
@@ -215,6 +216,70 @@ def test_time_series_have_labels_with_times(viewer: Any, widget: SegmentWidget) 
     assert labels.data.shape == image.data.shape
     np.testing.assert_array_equal(labels.scale, image.scale)
     assert len(np.intersect1d(labels.data[0], labels.data[1])) > 10
+
+
+def test_pixel_sizes_of_planes_are_used(viewer: Any, widget: SegmentWidget) -> None:
+    place: dict[str, Any] = {"scale": (200, 200), "translate": (5000, 6000), "units": ["nm"] * 2}
+    image = viewer.add_image(tifffile.imread(SAMPLE)[24, :96, :96], **place)
+    assert widget.voxel_size.text() == "0.2, 0.2, 0.2"
+    widget.diameter.setCurrentIndex(widget.diameter.findData(""))
+    widget.diameter_value.setText("4um")
+    labels = segment(viewer, widget)
+    assert labels.data.shape == image.data.shape
+    np.testing.assert_array_equal(labels.extent.world, image.extent.world)
+    assert labels.units == image.units
+    assert set(labels.features["unit"]) == {"um"}
+
+
+def test_changes_of_the_layer_are_followed(viewer: Any, widget: SegmentWidget) -> None:
+    stack = np.zeros((2, 3, 4, 8, 8), np.uint16)
+    viewer.add_image(stack[0, 0], name="other")
+    image = viewer.add_image(stack, name="a")
+    widget.layer.setCurrentText("a")
+    widget.axes.setCurrentText("CTZYX")
+    widget.channel.setCurrentIndex(1)
+    assert widget.voxel_size.text() == ""
+    image.units = ["pixel", "s", "um", "um", "um"]
+    image.scale = (1, 30, 0.5, 0.2, 0.2)
+    assert widget.voxel_size.text() == "0.5, 0.2, 0.2"
+    assert (widget.axes.currentText(), widget.channel.currentText()) == ("CTZYX", "1")
+    image.name = "b"
+    viewer.layers[0].name = "a"
+    assert widget.get_image() is image
+    assert widget.layer.currentText() == "b"
+    image.axis_labels = ("t", "c", "z", "y", "x")
+    parameters = widget.get_parameters()
+    assert (parameters["axes"], parameters["channel"]) == ("TCZYX", 1)
+
+
+class FailingArray:
+    """An array that cannot be read completely, such as that of a Dask graph."""
+
+    shape, ndim, dtype = (8, 512, 512), 3, np.dtype(np.uint16)
+
+    def __getitem__(self, index: Any) -> Any:
+        if (index[0].start or 0) > 1:
+            raise RuntimeError("The disk is missing.")
+        return np.zeros(self.shape, self.dtype)[index]
+
+
+def test_errors_of_lazy_arrays_are_shown(viewer: Any, widget: SegmentWidget) -> None:
+    image = viewer.add_image(np.zeros((4, 8, 8), np.uint16))
+    run = Segmentation(connection.CONNECTION, FailingArray(), image.name, {"axes": "ZYX"})
+    widget.begin(run)
+    background.start(run.run, done=print, failed=widget.fail)
+    wait_until(widget.start_button.isEnabled, 20)
+    assert widget.message.text() == "✗ The disk is missing."
+
+
+def test_widgets_keep_their_servers(viewer: Any, widget: SegmentWidget, url: str) -> None:
+    other = SegmentWidget(viewer)
+    other.url.setText("http://127.0.0.1:9")
+    other.connect_to_server()
+    wait_until(lambda: "✗" in other.message.text())
+    assert other.model.count() == 0
+    viewer.add_image(tifffile.imread(SAMPLE)[:16, :64, :64], scale=(0.5, 0.2, 0.2), units=["um"] * 3)
+    assert segment(viewer, widget).data.shape == (16, 64, 64)
 
 
 def test_models_of_classes_need_no_table(viewer: Any, widget: SegmentWidget) -> None:

@@ -32,6 +32,16 @@ EVALUATION = """
 def values = new groovy.json.JsonSlurper().parseText(args[0])
 print new GroovyShell(new Binding(values)).evaluate(args[1])
 """
+# Evaluates the body of the workflow with the functions of Nextflow that it calls.
+WORKFLOW_PROGRAM = """
+def paths = args.drop(1).collect { java.nio.file.Paths.get(it) }
+paths.each { it.metaClass.getName = { -> delegate.fileName.toString() }
+  it.metaClass.getSimpleName = { -> delegate.fileName.toString().tokenize('.')[0] } }
+def channel = new Expando(fromPath: { Map options, pattern -> new Expando(map: { paths.collect(it) }) })
+def binding = new Binding(Channel: channel, params: [:], error: { throw new IllegalStateException(it as String) },
+  STACKSEG_SEGMENT: { stacks -> stacks.each { println it[0].id } })
+new GroovyShell(binding).evaluate(args[0])
+"""
 # Records its arguments, and answers `stackseg --version`.
 RECORDER = """#!/bin/sh
 [ "$1" = --version ] && { echo 0.1.0; exit; }
@@ -45,7 +55,8 @@ def evaluate(section: str, meta: str, ext: str = "{}") -> str:
     end = re.search(r"\n    (?:stub:\n|\}$)|\n\}\s*$", body)
     assert end is not None
     task = f'{{"cpus": 3, "process": "STACKSEG_SEGMENT", "ext": {ext}}}'
-    values = f'{{"meta": {meta}, "task": {task}, "stack": "my stack.tif"}}'
+    # Nextflow escapes the names of files in scripts.
+    values = f'{{"meta": {meta}, "task": {task}, "stack": "my\\\\ stack\\\\ \\\\(1\\\\).tif"}}'
     command = ["java", "-cp", str(JAR), "groovy.ui.GroovyMain", "-e", EVALUATION, values, body[: end.start()]]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
@@ -74,7 +85,7 @@ def test_script_calls_the_command_line(tmp_path: Path) -> None:
     meta = '{"id": "a b", "model": "nuclei", "channel": 0, "voxel_size": "0.5,0.2,0.2", "diameter": "15px"}'
     script = evaluate("script", meta, '{"args": "--border drop --quality best"}')
     assert parse(run_script(script, tmp_path)) == {
-        "input": "my stack.tif",
+        "input": "my stack (1).tif",
         "result": "a b_labels.ome.tif",
         "measurements": "a b_objects.csv",
         "model": "nuclei",
@@ -88,11 +99,28 @@ def test_script_calls_the_command_line(tmp_path: Path) -> None:
     assert versions == {"STACKSEG_SEGMENT": {"stackseg": "0.1.0"}}
 
 
+def list_ids(*paths: str) -> subprocess.CompletedProcess[str]:
+    """Run the workflow with stacks, and print their ids."""
+    text = (FOLDER / "main.nf").read_text(encoding="utf-8")
+    body = text[text.index("workflow {") + len("workflow {") : text.rindex("}")]
+    command = ["java", "-cp", str(JAR), "groovy.ui.GroovyMain", "-e", WORKFLOW_PROGRAM, body, *paths]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@needs_groovy
+def test_results_of_several_stacks_have_different_names() -> None:
+    run = list_ids("a/scan.1.tif", "a/scan.2.tif", "a/scan.1.czi")
+    assert run.stdout.split() == ["scan.1.tif", "scan.2.tif", "scan.1.czi"], run.stderr
+    run = list_ids("a/scan.tif", "b/scan.tif")
+    assert "Several stacks have the name scan.tif" in run.stderr
+    assert run.returncode == 1
+
+
 @needs_groovy
 def test_options_of_the_stack_may_be_missing(tmp_path: Path) -> None:
     script = evaluate("script", '{"id": "a"}', '{"prefix": "b"}')
     assert parse(run_script(script, tmp_path)) == {
-        "input": "my stack.tif",
+        "input": "my stack (1).tif",
         "result": "b_labels.ome.tif",
         "measurements": "b_objects.csv",
     }

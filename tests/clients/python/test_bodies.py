@@ -211,6 +211,38 @@ def test_masks_of_blocks_are_not_lost(is_lazy: bool) -> None:
         list(ArrayBody(MaskedArray(is_lazy=is_lazy)).read_blocks())
 
 
+class ChangingArray:
+    """A lazy array of zeros, of which all parts after the first one have another dtype or shape."""
+
+    shape = (16, 512, 512)
+
+    def __init__(self, dtype: str, width: int = 512) -> None:
+        self._dtype, self._width = dtype, width
+
+    def __getitem__(self, index: Any) -> NDArray[Any]:
+        planes = np.zeros(self.shape, np.uint16)[index]
+        return planes if index[0].start in {0, None} else planes[..., : self._width].astype(self._dtype)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (ChangingArray("u4"), "dtype uint32, which does not fit in the dtype uint16"),
+        (ChangingArray("f4"), "dtype float32"),
+        (ChangingArray("i2"), "dtype int16"),
+        (ChangingArray("u2", 500), r"shape \(2, 512, 500\) instead of \(2, 512, 512\)"),
+    ],
+)
+def test_parts_of_lazy_arrays_must_fit_together(array: ChangingArray, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(ArrayBody(array).read_blocks())
+
+
+def test_parts_of_lazy_arrays_may_have_smaller_dtypes() -> None:
+    content = b"".join(ArrayBody(ChangingArray("u1")).read_blocks())
+    np.testing.assert_array_equal(read_tiff(content, ChangingArray.shape), 0)
+
+
 def write_image(folder: Path) -> None:
     zarr.open_group(folder, mode="w").create_array("0", data=np.arange(64).reshape(4, 4, 4), chunks=(2, 2, 2))
 

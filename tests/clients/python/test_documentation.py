@@ -30,7 +30,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_examples_in_docstrings_print_what_they_say(folder: Path, nuclei_url: str) -> None:
+def test_examples_in_docstrings_print_what_they_say(
+    folder: Path, nuclei_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The server of `local` starts sooner without an engine for this processor.
+    monkeypatch.setenv("STACKSEG_ENGINE__KIND", "eager")
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     with Client(nuclei_url) as client:
         names = {"client": client, "url": nuclei_url, "stack": tifffile.imread("sample.tif")}

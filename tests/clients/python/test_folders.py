@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import zarr
 from live import as_tiff
+from stackseg_client import AsyncClient, Client
 from stackseg_client.folders import FolderItem, plan_folder
 
 from service.core.types import Segmentation
@@ -87,6 +89,16 @@ def test_labels_without_the_requested_table_are_not_complete(source: Path, tmp_p
     assert plan_folder(source, labels.parent, "*", ".tif", table=True, overwrite=True)
     labels.with_suffix(".csv").touch()
     assert plan(source, labels.parent, table=True)
+
+
+def test_folders_need_a_stack_in_progress(source: Path, tmp_path: Path) -> None:
+    async def run() -> None:
+        _ = [item async for item in AsyncClient().segment_folder(source, tmp_path / "labels", concurrency=0)]
+
+    with pytest.raises(ValueError, match="concurrency=0"):
+        asyncio.run(asyncio.wait_for(run(), 10))
+    with Client() as client, pytest.raises(ValueError, match="concurrency=0"):
+        client.segment_folder(source, tmp_path / "labels", concurrency=0)
 
 
 def test_names_that_are_not_in_utf_8_are_kept(source: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from live import as_tiff
 from stackseg_client import errors, operations
-from stackseg_client.results import ResultReceiver, parse_table
+from stackseg_client.results import Result, ResultReceiver, parse_table
 
 
 def test_texts_of_tables_are_not_converted_to_numbers() -> None:
@@ -79,38 +80,33 @@ def test_results_on_the_host_of_the_server_are_not_saved_here(tmp_path: Path) ->
         operations.segment(None, tmp_path / "a.tif", None, {"input": "a.tif", "output_to": "b.tif"}, table=False)
 
 
-def test_results_never_replace_their_stack(tmp_path: Path) -> None:
-    stack = tmp_path / "stack.tif"
-    stack.write_bytes(as_tiff(np.zeros((2, 4, 5), np.uint16)))
-    (tmp_path / "link.tif").symlink_to(stack)
-    np.save(tmp_path / "stack.npy", np.zeros((2, 4, 5)))
-    mapped = np.load(tmp_path / "stack.npy", mmap_mode="r")
-    for source, path in (
-        (stack, stack),
-        (str(stack), tmp_path / "link.tif"),
-        (tmp_path / "link.tif", stack),
-        (mapped, tmp_path / "stack.npy"),
-        (mapped[1:], tmp_path / "stack.npy"),
-    ):
-        with pytest.raises(ValueError, match="would replace the stack"):
-            operations.segment(source, path, None, {}, table=False)
-    with pytest.raises(ValueError, match="would replace the stack"):
-        operations.download_result("1", stack, stack)
+def test_results_in_files_are_read_from_the_file_that_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def save(planes: int, name: str) -> Result:
+        receiver = ResultReceiver({"Content-Type": "image/tiff"}, Path(name))
+        receiver.write(as_tiff(np.ones((planes, 4, 5), np.uint16)))
+        return receiver.finish()
+
+    for name in ("labels.tif", "labels.npy"):
+        first, second = save(2, name), save(3, name)
+        monkeypatch.chdir("/")
+        assert pickle.loads(pickle.dumps(second)).labels.shape == (3, 4, 5)
+        with pytest.raises(ValueError, match="save each result in its own file"):
+            _ = first.labels
+        monkeypatch.chdir(tmp_path)
+    assert second.path == Path("labels.npy")
 
 
-def test_paths_are_checked_before_the_computation(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder.tif").mkdir()
-    source = np.zeros((2, 4, 5), np.uint8)
-    with pytest.raises(NotADirectoryError, match="file is a file"):
-        operations.segment(source, tmp_path / "file" / "deep" / "a.tif", None, {}, table=False)
-    with pytest.raises(IsADirectoryError, match="name of a file"):
-        operations.segment(source, tmp_path / "folder.tif", None, {}, table=False)
-    with pytest.raises(IsADirectoryError, match="name of a file"):
-        operations.download_result("1", tmp_path / "folder.tif")
-    with pytest.raises(ValueError, match="too long"):
-        operations.segment(source, tmp_path / f"{'a' * 252}.tif", None, {}, table=False)
-    operations.segment(source, tmp_path / "new" / "folder" / f"{'a' * 251}.tif", None, {}, table=False)
+def test_results_with_tables_are_keys_and_list_members() -> None:
+    receiver = ResultReceiver({"Content-Type": "application/zip"}, None)
+    labels = as_tiff(np.ones((2, 4, 5), np.uint16))
+    receiver.write(make_zip(labels__ome__tif=labels, measurements__csv=b"label,area\n1,40\n2,1\n"))
+    result = receiver.finish()
+    assert pickle.loads(pickle.dumps(result)) not in [result]
+    assert {result: 1}[result] == 1
 
 
 @pytest.mark.parametrize("suffix", [".tif", ".npy"])

@@ -77,6 +77,52 @@ def test_paths_of_proxies_and_keys_with_line_breaks_are_accepted() -> None:
             Client("http://localhost:8000", key)
 
 
+def test_users_and_passwords_of_proxies_are_sent_with_the_key_and_not_shown() -> None:
+    with serve_fixed(JSONResponse(MODELS)) as (app, address), Client(f"http://ann:secret@{address}", "a-key") as client:
+        client.models()
+    headers = dict(app.scopes[0]["headers"])
+    assert headers[b"authorization"].startswith(b"Basic ")
+    assert headers[b"x-api-key"] == b"a-key"
+    expected = pytest.raises(ConnectionFailed, match=r"http://127\.0\.0\.1:7 cannot be reached")
+    with Client("http://ann:secret@127.0.0.1:7", retries=Retries(count=0)) as client, expected:
+        client.models()
+
+
+class ConnectionRecorder:
+    """Answers with the list of models, and records the ports of the clients, one per connection."""
+
+    def __init__(self) -> None:
+        self.ports = list[int]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.ports.append(scope["client"][1])
+        await JSONResponse(MODELS)(scope, receive, send)
+
+
+def test_forked_processes_have_their_own_connections() -> None:
+    app = ConnectionRecorder()
+    with run_server(make_server(app, TIMEOUT_SECONDS, TIMEOUT_SECONDS)) as (host, port):
+        code = FORKED.format(url=f"http://{host}:{port}")
+        environment = {"PYTHONPATH": str(ROOT / "clients" / "python")}
+        subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+    # Responses to requests of several processes over one connection could be mistaken for each other.
+    parent, repeated, child = app.ports
+    assert parent == repeated != child
+
+
+FORKED = """
+import os
+from stackseg_client import Client
+client = Client("{url}")
+client.models()
+client.models()
+if not (child := os.fork()):
+    client.models()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 def test_redirects_are_not_followed_but_named() -> None:
     # They would send the key to another address.
     response = RedirectResponse("https://lab.example.org/models", 301)
@@ -108,7 +154,7 @@ def test_pages_of_other_servers_are_not_followed_as_jobs() -> None:
     with (
         serve_fixed(page) as (_app, address),
         Client(f"http://{address}") as client,
-        pytest.raises(errors.InvalidResponse, match="Log in"),
+        pytest.raises(errors.InvalidResponse, match=r"text/html instead of text/event-stream"),
     ):
         list(Job(client, job).progress())
 
@@ -158,7 +204,7 @@ def test_unusable_proxies_and_certificates_of_the_environment_are_named(monkeypa
 
 def test_slow_servers_are_named_with_the_time_limit() -> None:
     async def answer_late(_scope: Scope, _receive: Receive, _send: Send) -> None:
-        await asyncio.sleep(5)
+        await asyncio.sleep(1)
 
     server = make_server(answer_late, TIMEOUT_SECONDS, TIMEOUT_SECONDS)
     expected = pytest.raises(ConnectionFailed, match=r"ReadTimeout.* Increase timeout")

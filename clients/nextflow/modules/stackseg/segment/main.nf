@@ -33,7 +33,7 @@ process STACKSEG_SEGMENT {
         $diameter \\
         $args \\
         --measurements "${prefix}_objects.csv" \\
-        -- "$stack" "${prefix}_labels.ome.tif"
+        -- $stack "${prefix}_labels.ome.tif"
 
     cat <<-END_VERSIONS > versions.yml
     "${task.process}":
