@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 
@@ -120,6 +121,15 @@ def test_import_chains_are_short() -> None:
 )
 def test_entry_points_load_few_modules(module: str, limit: int) -> None:
     assert len(list_loaded_modules(module)) <= limit
+
+
+def test_service_imports_nothing_else_of_the_repository() -> None:
+    """The wheel contains only the package `service`."""
+    deptry = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["deptry"]
+    others = set(deptry["known_first_party"]) - {"service"}
+    for name in MODULES:
+        imported = {found.partition(".")[0] for node in ast.walk(parse(name)) for found in _imported(node)}
+        assert imported.isdisjoint(others), (name, imported & others)
 
 
 def test_imports_have_no_cycles() -> None:
