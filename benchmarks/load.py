@@ -39,8 +39,12 @@ from common import TIFF, wait_for
 from processes import Sampler, count_descriptors, count_threads, resident_bytes
 from server import EAGER_ENGINE, Server, Stack, make_stacks, measure
 
+from service.serving.storage.readers import LARGE_FILE_READER_COUNT, SMALL_FILE_READER_COUNT
+
 PROBE = Path(__file__).with_name("probe.py")
 TIMEOUT_SECONDS = 120
+# The processes that read files are started when they are needed, and have up to four descriptors each.
+READER_DESCRIPTORS = 4 * (SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT)
 
 
 class Client:
@@ -185,7 +189,8 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
             # A busy server notices disconnected clients late.
-            wait_for(lambda: Usage.of_process(server.process.pid).descriptors <= before.descriptors)
+            limit = before.descriptors + READER_DESCRIPTORS
+            wait_for(lambda: Usage.of_process(server.process.pid).descriptors <= limit)
             after = Usage.of_process(server.process.pid)
 
         def list_files() -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from common import make_bomb
-from fakes import wait_until
+from fakes import FakeSegmenter, wait_until
 from live import LiveServer, as_tiff, eager_settings, make_live_fixture, parse_problem, read_descriptor_target, serve
 
 from service.api.access.keys import hash_key
@@ -83,8 +83,8 @@ def test_stalled_uploads_leave_scratch_space_for_other_clients(bands_repository:
 def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
     bands_repository: Path, phantom: Any, phantom_maker: Any
 ) -> None:
-    large, stack = as_tiff(phantom_maker((16, 512, 512), seed=3).image), as_tiff(phantom.image)
-    limits = {"scratch_bytes": 2**27}
+    large, stack = as_tiff(phantom_maker((16, 384, 320), seed=3).image), as_tiff(phantom.image)
+    limits = {"scratch_bytes": 2**26}
     with serve(eager_settings(bands_repository, access={"keys": KEYS}, limits=limits)) as live, ExitStack() as waiting:
         path = "/segment?output=probabilities"
         for _ in range(2):
@@ -106,8 +106,8 @@ def test_results_that_are_not_downloaded_leave_scratch_space_for_other_clients(
 def test_jobs_wait_for_scratch_space_before_decoding(bands_repository: Path) -> None:
     bomb = make_bomb(10, (2048, 2048))
     limits = {"scratch_bytes": 5 * 10 * 2**22 // 2}
-    with serve(eager_settings(bands_repository, limits=limits)) as live:
-        jobs = [live.submit(bomb, axes="ZYX", skip_below=1) for _ in range(2)]
+    with serve(eager_settings(bands_repository, limits=limits), load=FakeSegmenter) as live:
+        jobs = [live.submit(bomb, axes="ZYX") for _ in range(2)]
         wait_until(lambda: is_decoding(live))
         assert live.runtime.scratch_space.used_bytes <= limits["scratch_bytes"] // 2
         for job in jobs:

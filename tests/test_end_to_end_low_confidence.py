@@ -13,20 +13,8 @@ import pytest
 import tifffile
 from live import LiveServer, as_tiff, make_live_fixture, parse_problem
 from paths import ROOT
-from paths import SHARED_DATA as DATA
 
 from service.__main__ import main
-
-# The smallest real stacks: name, parameters, and `try` of the expected warning. None means that no warning is expected,
-# and an empty string that the warning has no suggestion.
-REAL_STACKS: list[tuple[str, dict[str, Any], str | None]] = [
-    ("synthetic_nuclei_stardist", {}, None),
-    ("mouse_embryo_8cell", {}, None),
-    ("single_nucleus_confocal_vs_widefield", {"channel": 0}, None),
-    ("mesospim_brain_nuclei_c5", {"axes": "ZYX"}, None),
-    ("drosophila_nuclear_envelope", {}, None),
-]
-
 
 live = make_live_fixture(ROOT / "models", device={"threads": 2})
 
@@ -109,13 +97,3 @@ def test_command_line_warns_on_stderr_and_fails_with_strict(
     assert main(["segment", str(folder), str(tmp_path / "out"), "--config", str(config)]) == 0
     assert "a.tif: warning: The labels may be wrong" in capsys.readouterr().err
     assert "Try --model membranes" in (tmp_path / "out" / "report.html").read_text()
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason=f"the test data folder {DATA} does not exist")
-@pytest.mark.parametrize(("name", "parameters", "suggestion"), REAL_STACKS)
-def test_warnings_for_real_stacks_match_manual_review(
-    live: LiveServer, name: str, parameters: dict[str, Any], suggestion: str | None
-) -> None:
-    response = live.segment((DATA / "real" / name / "image.tif").read_bytes(), **parameters)
-    warning = response.headers.get("x-stackseg-warning")
-    assert (warning and json.loads(warning)["try"]) == suggestion

@@ -15,11 +15,12 @@ import tifffile
 from common import run_server
 from fakes import wait_until
 from job_service import Service, start_service
-from live import STACK, as_tiff, read_recorded_stacks
+from live import STACK, as_tiff, read_recorded_stacks, serve
 from zarr_files import write_zarr
 
 from scripts.recipes.synthetic_nuclei import synthesize
 from service.__main__ import main
+from service.core.config import read_settings
 from service.models.spec import ModelSpec
 
 NAMES = [f"stack {number:02}.tif" for number in range(19)]
@@ -54,11 +55,9 @@ def test_killed_service_resumes_a_folder_and_agrees_with_the_command_line(
     before = len(read_recorded_stacks(out))
     assert before < 20
 
-    with run_server(tmp_path, "--config", str(config)) as (_process, port):
-        address = f"http://127.0.0.1:{port}/jobs/{job['id']}"
-        wait_until(lambda: httpx2.get(address).json()["state"] not in {"waiting", "loading", "running"}, 120)
-        report = httpx2.get(address).json()
-        result = httpx2.get(f"{address}/result").json()
+    with serve(read_settings(config)) as live:
+        report = live.wait(job, "done", "failed")
+        result = live.result(job).json()
     assert (report["state"], report["stacks"]) == ("done", {"done": 19, "total": 20})
     assert report["warnings"][0].startswith("broken.tif: ")
     assert sorted(set(read_recorded_stacks(out))) == sorted([*NAMES, "broken.tif"])

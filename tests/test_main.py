@@ -361,12 +361,18 @@ def test_commands_without_a_model_do_not_import_torch(arguments: list[str]) -> N
     assert imported.isdisjoint({"torch", "monai", "tifffile", "fastapi"})
 
 
-def test_app_does_not_import_compilers_or_optional_libraries() -> None:
-    modules = "import service.api.app, service.models.architectures.monai, sys; print(*sys.modules)"
+def test_app_and_training_do_not_import_compilers_or_optional_libraries() -> None:
+    modules = (
+        "import service.api.app, service.models.architectures.monai, sys; print(*sys.modules)\n"
+        "import service.training.process; print(*sys.modules)"
+    )
     imported = subprocess.run([sys.executable, "-c", modules], cwd=ROOT, capture_output=True, text=True, check=True)
-    names = set(imported.stdout.split())
+    names, training_names = (set(line.split()) for line in imported.stdout.splitlines())
     assert {"torch", "fastapi", "monai.networks.nets.unet"} <= names
-    assert names.isdisjoint({"torch._dynamo", "torch._inductor", "sympy", "scipy", "skimage", "matplotlib", "openvino"})
+    optional = {"torch._dynamo", "torch._inductor", "sympy", "skimage", "matplotlib", "sklearn", "openvino"}
+    assert names.isdisjoint(optional | {"scipy"})
+    assert "monai.losses.dice" in training_names
+    assert training_names.isdisjoint(optional)
 
 
 def list_options(parser: argparse.ArgumentParser) -> list[argparse.Action]:

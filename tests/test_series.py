@@ -6,6 +6,7 @@ import csv
 import io
 import zipfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import pytest
 import tifffile
 from fakes import wait_until
-from live import LabelTiff, LiveServer, as_tiff, make_live_fixture
+from live import LabelTiff, LiveServer, as_tiff, eager_settings, serve
+from model_files import copy_model
 from numpy.typing import NDArray
 from paths import ROOT
 
@@ -52,7 +54,18 @@ def damaged(pixels: NDArray[np.uint8]) -> bytes:
     return content[:start] + b"\xff" * count + content[start + count :]
 
 
-live = make_live_fixture(ROOT / "models")
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model nuclei without confidence: its calibration would estimate the diameter of every time point."""
+    root = tmp_path_factory.mktemp("models")
+    copy_model(ROOT / "models" / "nuclei", root / "nuclei", confidence=None)
+    return root
+
+
+@pytest.fixture(scope="module")
+def live(repository: Path) -> Iterator[LiveServer]:
+    with serve(eager_settings(repository)) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +166,7 @@ def test_command_line_keeps_the_time_points_before_a_damaged_one(
     damaged: bytes,
     individual_labels: list[NDArray[Any]],
     write_config: Any,
+    repository: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -160,7 +174,7 @@ def test_command_line_keeps_the_time_points_before_a_damaged_one(
     stack.write_bytes(damaged)
     command = ["segment", str(stack), str(out), "--time", "all", "--diameter", DIAMETER, "--measurements", str(table)]
 
-    assert main([*command, "--config", str(write_config(ROOT / "models"))]) == 1
+    assert main([*command, "--config", str(write_config(repository))]) == 1
 
     printed = capsys.readouterr()
     assert "3 of 5 time points" in printed.out

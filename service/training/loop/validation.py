@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.inferers.utils import sliding_window_inference
-from monai.metrics.meandice import compute_dice
 from torch import Tensor
 
 from service.core.types import Objects
+from service.models.architectures.monai import REQUIRED_PACKAGES, hide_packages_except
 from service.models.spec import ModelSpec
 from service.models.spec_parts import Boundaries, Instances
 from service.training.examples import Example, cut_tiles
@@ -22,6 +21,10 @@ from service.training.loop.object_scores import ObjectCounts
 from service.training.loop.plan import ValidationScores
 from service.training.stacks.parts import StackPart, compute_part_targets, crop_to_annotated_planes, cut_part
 from service.training.targets.choice import Targets, choose_targets
+
+with hide_packages_except(REQUIRED_PACKAGES):
+    from monai.inferers.utils import sliding_window_inference
+    from monai.metrics.meandice import compute_dice
 
 Network = Callable[[Tensor], Tensor]
 """Function that returns the raw scores [B, 2, z, y, x], float32, of images [B, 1, z, y, x]."""

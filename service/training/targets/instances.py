@@ -7,10 +7,14 @@ from typing import Any
 import edt
 import numpy as np
 import torch
-from monai.losses.dice import DiceLoss
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+
+from service.models.architectures.monai import REQUIRED_PACKAGES, hide_packages_except
+
+with hide_packages_except(REQUIRED_PACKAGES):
+    from monai.losses.dice import DiceLoss
 
 Floats = NDArray[np.float32]
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import wait_until
+from fakes import FakeSegmenter, wait_until
 from imagecodecs import png_decode
-from live import LiveServer, as_tiff, eager_settings, serve
+from live import STACK, LiveServer, as_tiff, eager_settings, serve
 from paths import ROOT
 
 from service.api.access.keys import hash_key
@@ -206,14 +206,16 @@ def test_preview_of_the_result_of_a_series_shows_its_middle_time_point(live: Liv
     assert error.structured_content["type"] == "urn:stackseg:problem:bad-parameter"
 
 
-def test_waiting_calls_end_when_the_service_stops(tmp_path: Path) -> None:
-    (tmp_path / "sample.tif").write_bytes(SAMPLE.read_bytes())
+def test_waiting_calls_end_when_the_service_stops(bands_repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "stack.tif").write_bytes(STACK)
     references = {"inputs": {"scans": {"folder": tmp_path}}}
-    settings = eager_settings(ROOT / "models", server={"mcp": True}, references=references)
-    arguments = {"input": "scans/sample.tif", "quality": "best", "wait_seconds": 45}
+    settings = eager_settings(bands_repository, server={"mcp": True}, references=references)
+    arguments = {"input": "scans/stack.tif", "wait_seconds": 45}
     message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
     message["params"] = {"name": "segment_stack", "arguments": arguments}
-    with ThreadPoolExecutor(1) as pool, serve(settings) as running:
+    with ThreadPoolExecutor(1) as pool, serve(settings, load=FakeSegmenter) as running:
+        fake = running.fake
+        fake.gate.clear()
         # The original client would ask for the list of tools after the answer.
         url = f"http://{running.host}:{running.port}/mcp"
         headers = {"Accept": "application/json, text/event-stream"}
@@ -221,6 +223,7 @@ def test_waiting_calls_end_when_the_service_stops(tmp_path: Path) -> None:
         wait_until(lambda: '"running"' in running.client.get("/jobs").text, 60)
         running.runtime.drain()
         report = answer.result(10).json()["result"]["structuredContent"]
+        fake.gate.set()
     assert report["state"] == "running"
 
 

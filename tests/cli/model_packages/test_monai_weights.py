@@ -23,7 +23,8 @@ WINDOW = (16, 32, 32)
     ("name", "window"),
     [
         ("AttentionUnet", WINDOW),
-        ("VNet", WINDOW),
+        # This network has 45 million parameters.
+        pytest.param("VNet", WINDOW, marks=pytest.mark.thorough),
         ("SegResNetDS", WINDOW),
         ("MedNeXt", WINDOW),
         ("SwinUNETR", (64, 32, 32)),

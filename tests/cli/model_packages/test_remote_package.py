@@ -28,7 +28,8 @@ def assert_nothing_remains(models: Path) -> None:
     assert not list(models.glob(".download-*"))
 
 
-def test_package_is_imported_from_its_archive_description_and_name(tmp_path: Path) -> None:
+def test_package_is_imported_from_its_archive_and_names(tmp_path: Path) -> None:
+    """The names refer to the URL of a description."""
     served, models = tmp_path / "served", tmp_path / "models"
     shutil.copytree(find_package(), served / "model")
     archive = Path(shutil.make_archive(str(served / "model"), "zip", find_package()))
@@ -38,11 +39,10 @@ def test_package_is_imported_from_its_archive_description_and_name(tmp_path: Pat
     with serve_objects(served) as server:
         collection = ["--collection", f"{server.url}/collection.json"]
         assert run_import(f"{server.url}/model.zip", models, "--sha256", digest, "--name", "archive") == 0
-        assert run_import(f"{server.url}/model/rdf.yaml", models, "--name", "description") == 0
         for name, location in (("nickname", "tidy-snail"), ("doi", "10.5281/zenodo.1")):
             assert run_import(location, models, *collection, "--name", name) == 0
         assert run_import("tidy-whale", models, *collection) == 1
-    specs = [read_spec(models / name) for name in ("archive", "description", "nickname", "doi")]
+    specs = [read_spec(models / name) for name in ("archive", "nickname", "doi")]
     assert len({spec.weights.sha256 for spec in specs}) == 1
     assert_nothing_remains(models)
 

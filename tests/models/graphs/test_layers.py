@@ -63,8 +63,23 @@ def count_fusable_activations(network: nn.Module) -> int:
     return len({second.module for _, second in pairs if isinstance(second.module, ACTIVATIONS)})
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("reload", [reload_onnx, reload_dynamic_onnx, reload_torch_export, reload_dynamic_torch_export])
+STATIC_RELOADS = (reload_onnx, reload_torch_export)
+# These networks have the most layers. Without `thorough`, only files with dynamic sizes are tested.
+LARGE_NETWORKS = ("BasicUNet", "SegResNet", "DynUNet")
+
+
+@pytest.mark.parametrize(
+    ("name", "reload"),
+    [
+        pytest.param(
+            name,
+            reload,
+            marks=[pytest.mark.thorough] if reload in STATIC_RELOADS and name in LARGE_NETWORKS else [],
+        )
+        for name in NETWORKS
+        for reload in (*STATIC_RELOADS, reload_dynamic_onnx, reload_dynamic_torch_export)
+    ],
+)
 def test_reloaded_network_has_the_same_scores_and_layers(
     name: str, reload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
 ) -> None:

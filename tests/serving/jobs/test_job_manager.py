@@ -26,12 +26,11 @@ from live import STACK, TIFF, as_tiff
 
 from service.api.messages.headers import ANONYMOUS
 from service.core.errors import OutOfStorage
-from service.serving.storage.readers import LARGE_FILE_READER_COUNT, SMALL_FILE_READER_COUNT
 
 
 @pytest.fixture
 def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
-    """A service that retries for one second after storage errors."""
+    """A service that retries once after storage errors."""
     with start_service(bands_repository, tmp_path) as running_service:
         shorten_timeouts(running_service)
         yield running_service
@@ -39,7 +38,7 @@ def service(bands_repository: Path, tmp_path: Path) -> Iterator[Service]:
 
 def shorten_timeouts(service: Service) -> None:
     """Shorten the time that a service waits for a locked database and retries after storage errors."""
-    service.async_jobs.runner.retry_seconds = 1
+    service.async_jobs.runner.retry_seconds = 0.1
     service.async_jobs._store.database.query("PRAGMA busy_timeout = 50")
 
 
@@ -51,7 +50,6 @@ def lock_database(folder: Path) -> Iterator[None]:
         yield
 
 
-READING_PROCESS_COUNT = SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT
 STORAGE_ERRORS = {
     "locked": lock_database,
     "full": lambda _folder: full_disk(),
@@ -276,9 +274,9 @@ def test_concurrent_clients_get_correct_results_despite_disconnects(
     # An event loop that is blocked by a running volume would take seconds. The limit allows for a busy machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
     # If a request, disconnect or cancelled job leaked a descriptor, there would be several per client. Thread pools and
-    # reading processes, which have up to four descriptors each, grow to their maximum number.
+    # reading processes grow to their maximum number.
     initial_usage, final_usage = figures["idle"]["before"], figures["idle"]["after"]
-    assert final_usage["descriptors"] < initial_usage["descriptors"] + clients + 4 * READING_PROCESS_COUNT
+    assert final_usage["descriptors"] < initial_usage["descriptors"] + clients + load.READER_DESCRIPTORS
     assert final_usage["threads"] < initial_usage["threads"] + 64
 
 

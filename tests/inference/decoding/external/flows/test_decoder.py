@@ -2,14 +2,13 @@
 
 import itertools
 from dataclasses import replace
-from io import BytesIO
 
 import numpy as np
 import pytest
 import tifffile
 import torch
 from importing import import_model
-from live import as_tiff, eager_settings, serve
+from live import eager_settings
 from numpy.typing import NDArray
 from paths import ROOT
 from pixels import compute_overlaps
@@ -45,15 +44,15 @@ SAM_RESULTS = np.load(FIXTURES / "expected-sam.npz")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return a folder with the models for one channel, and the runners for one and for two channels."""
+def runners(tmp_path_factory):
+    """Return the runners of the models for one and for two channels."""
     folder, runners = tmp_path_factory.mktemp("models"), {}
     for model, channels in itertools.product(STACKS, (1, 2)):
         spec = import_model(
             FIXTURES / model, folder, {"input": {"channels": channels}}, f"{model.lower()}{channels}"
         ).spec
         runners[model, channels] = ModelRunner(spec, eager_settings(folder, engine=FP32))
-    return folder, runners
+    return runners
 
 
 def read_stack(model: str, name: str) -> tuple[Volume, Options]:
@@ -75,7 +74,7 @@ def read_labels(model: str, name: str) -> NDArray[np.uint16]:
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_scores_and_labels_equal_those_of_cellpose(models, model, name, monkeypatch):
+def test_scores_and_labels_equal_those_of_cellpose(runners, model, name, monkeypatch):
     collected, add = [], FlowDecoder.add
 
     def collect(decoder, z0, y0, scores):
@@ -84,7 +83,7 @@ def test_scores_and_labels_equal_those_of_cellpose(models, model, name, monkeypa
 
     monkeypatch.setattr(FlowDecoder, "add", collect)
     (volume, options), expected = read_stack(model, name), read_labels(model, name)
-    result = segment(models[1][model, volume.shape[0]], volume, options)
+    result = segment(runners[model, volume.shape[0]], volume, options)
     assert result.segmentation.count == expected.max() > 5
     assert min(compute_overlaps(result.segmentation.pixels, expected)) >= 0.99
     expected_scores = SAM_RESULTS if model == "cpsam_synthetic" else np.load(FIXTURES / "expected.npz")
@@ -99,18 +98,6 @@ def test_fixed_tiles_are_those_of_cellpose():
             length = int(name.removeprefix("tiles-"))
             grid = Grid.cover((4, 256, length), (4, 256, 256), 0.1, Tiling("cellpose", is_fixed=True))
             assert [grid.pad_before[2], *grid.starts[2]] == SAM_RESULTS[name].tolist(), name
-
-
-def test_service_returns_the_labels_of_cellpose(models):
-    (volume, _options), expected = (read(*CASES[2]) for read in (read_stack, read_labels))
-    parameters = {"diameter": "12px", "voxel_size": "1,1,1"}
-    settings = eager_settings(models[0], engine=FP32, models={"default": "cp_synthetic1", "load": ["cp_synthetic1"]})
-    with serve(settings) as server:
-        response = server.client.post(
-            "/segment", params=parameters, content=as_tiff(volume.read_all()[0]), headers={"Content-Type": "image/tiff"}
-        )
-    assert response.status_code == 200, response.text
-    assert min(compute_overlaps(tifffile.imread(BytesIO(response.content)), expected)) >= 0.99
 
 
 def make_scores(size=(12, 20, 20)) -> torch.Tensor:
@@ -180,23 +167,23 @@ def test_decoding_can_be_cancelled():
         (Options(roi_size=(4, 64, 64)), "supports only the window size"),
     ],
 )
-def test_options_that_do_not_apply_are_refused_by_name(models, options, message):
+def test_options_that_do_not_apply_are_refused_by_name(runners, options, message):
     volume, _options = read_stack(*CASES[2])
     with pytest.raises(BadParameter, match=message):
-        models[1]["CP_synthetic", 1].estimator.plan_request(volume, options)
+        runners["CP_synthetic", 1].estimator.plan_request(volume, options)
 
 
-def test_single_planes_are_refused(models):
+def test_single_planes_are_refused(runners):
     with pytest.raises(BadParameter, match="at least two planes"):
-        models[1]["CP_synthetic", 1].estimator.plan_request(
+        runners["CP_synthetic", 1].estimator.plan_request(
             Volume.from_array(np.zeros((1, 1, 50, 50), np.uint8)), Options()
         )
 
 
-def test_minimum_size_refers_to_the_voxels_of_the_stack(models):
+def test_minimum_size_refers_to_the_voxels_of_the_stack(runners):
     (volume, options), expected = (read(*CASES[2]) for read in (read_stack, read_labels))
     sizes = np.bincount(expected.ravel())[1:]
     minimum = int(np.median(sizes))
     postprocessing = PostprocessingOptions(minimum_size=ObjectVolume(minimum, "px"))
-    result = segment(models[1]["CP_synthetic", 1], volume, replace(options, postprocessing=postprocessing))
+    result = segment(runners["CP_synthetic", 1], volume, replace(options, postprocessing=postprocessing))
     assert result.segmentation.count == np.count_nonzero(sizes >= minimum)
