@@ -122,7 +122,6 @@ def test_training_runs_alongside_requests_and_its_model_can_be_used(live: LiveSe
     assert live.client.get(address).json()["type"].endswith("unknown-training")
 
 
-@pytest.mark.thorough
 def test_model_for_boundaries_is_trained_and_served(live: LiveServer) -> None:
     request = {"annotations": [annotate(live)], "minutes": 0.02, "name": "walls", "target": "boundaries"}
     answer = live.client.post("/trainings", json=request)

@@ -23,6 +23,8 @@ _ARCHIVED_STACK_NAMES = (b".oif", b".zarr/", *(name.encode() for name in METADAT
 # The Software tag of a written TIFF, and the description for ImageJ, which images that are not results lack.
 _TIFF_RESULT_WORDS = (b"StackSeg\0", b"ImageJ=")
 _ZARR_RESULT_WORD = b"stackseg/origin"
+# Metadata of an OME-Zarr with labels. In an .ozx file, which begins with the metadata, it is not compressed.
+_ZARR_LABELS_WORD = b'"image-label"'
 
 
 def select_stacks(
@@ -84,11 +86,9 @@ def _is_stack(name: str, glob: str | None, open_stack: Callable[[str], AbstractC
         return glob is not None or has_stack_suffix(name)
     if head.startswith(_TIFF_SIGNATURES):
         return not all(word in head for word in _TIFF_RESULT_WORDS)
-    if glob is not None:
-        return True
     if head.startswith(_ZIP_SIGNATURE):
-        return _is_archived_stack(name, head)
-    return has_stack_suffix(name)
+        return _ZARR_LABELS_WORD not in head and (glob is not None or _is_archived_stack(name, head))
+    return glob is not None or has_stack_suffix(name)
 
 
 def _is_archived_stack(name: str, head: bytes) -> bool:

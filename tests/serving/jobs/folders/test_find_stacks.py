@@ -17,6 +17,7 @@ from service.core.quantities import VoxelSize
 from service.core.types import Segmentation, Volume
 from service.formats import writers
 from service.formats.tiff import writer as tiff_writer
+from service.formats.zarr import writer as zarr_writer
 from service.serving.jobs.folders.find_stacks import measure_stack, select_stacks
 
 PIXELS = np.arange(3 * 8 * 8, dtype=np.uint16).reshape(3, 8, 8)
@@ -86,6 +87,7 @@ def test_results_are_never_stacks_but_exported_images_are(tmp_path: Path, glob: 
         labels = Segmentation(PIXELS.astype(dtype), "labels", voxel_size, count=7)
         for name in (f"{dtype.__name__}.tif", f"{dtype.__name__}.ome.zarr"):
             writers.write(labels, tmp_path / name, {"model": "nuclei/1"})
+    zarr_writer.write_archive(labels, tmp_path / "downloaded.ozx")
     writers.write(Segmentation(PIXELS.astype(np.uint8), "classes", voxel_size), tmp_path / "classes.tif", {})
     scores = np.zeros((2, 3, 8, 8), np.float32)
     writers.write(Segmentation(scores, "probabilities", None, names=("a", "b")), tmp_path / "scores.tif", {})
