@@ -10,7 +10,11 @@ import { CorrectView } from "../correct/correct_view.js";
 import { EmptyLabels } from "../correct/label_sources.js";
 import { openGallery } from "../gallery/gallery.js";
 import { fetchResults } from "../result/advice.js";
-import { createFailureExplanation, createMissingJobExplanation } from "../result/missing_result.js";
+import {
+  createFailureExplanation,
+  createMissingJobExplanation,
+  createUnreadableResultExplanation,
+} from "../result/missing_result.js";
 import { ProgressView } from "../result/progress_view.js";
 import { showResult } from "../result/result_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
@@ -456,8 +460,12 @@ export class Session {
       if (job.state === "done") await this.showResult(job);
       else sidePanel.replaceChildren(createFailureExplanation(job));
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) await this.#showMissingJob(id, progressView.isCanceling);
-      else if (!isAbort(error)) throw error;
+      if (isAbort(error)) return;
+      if (!(error instanceof Problem)) throw error;
+      if (error.status === 404) return await this.#showMissingJob(id, progressView.isCanceling);
+      this.viewer.fetchStatus.textContent = "";
+      const retry = () => this.followJob(id).catch(this.showError);
+      sidePanel.replaceChildren(createUnreadableResultExplanation(error, retry));
     } finally {
       viewAbort.abort();
     }
