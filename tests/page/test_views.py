@@ -271,9 +271,11 @@ def test_long_title_does_not_widen_a_narrow_page(fake: LiveServer, open_page: Op
     title = "a_stack_" * 12
     choose_file(page, as_tiff(np.zeros((4, 16, 16), np.uint8)), f"{title}.tif")
     expect(page.locator("#title")).to_contain_text(title)
-    theme = page.get_by_role("button", name="Switch between dark and light").bounding_box()
-    assert theme is not None
-    assert theme["x"] + theme["width"] <= 820
+    expect(page).to_have_title(f"{title}.tif \N{EN DASH} StackSeg")
+    expect(page.locator("#title")).to_be_focused()
+    for width in (820, 390):
+        page.set_viewport_size({"width": width, "height": 600})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:
