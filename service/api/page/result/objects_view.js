@@ -162,7 +162,7 @@ export class ObjectsView extends EventTarget {
       PageDown: 10,
       PageUp: -10,
     });
-    const step = steps[event.key];
+    const step = event.ctrlKey || event.metaKey || event.altKey ? undefined : steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
     const currentIndex = this.rows.indexOf(this.rowByKey.get(makeRowKey(this.selectedLabel, this.time)) ?? -1);
