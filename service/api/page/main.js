@@ -12,6 +12,7 @@ import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { checkConnection, watchConnection } from "./core/connection.js";
 import { byId, element, setTitle } from "./core/elements.js";
 import { hideError, showError } from "./core/error_bar.js";
+import { wasConnectionLost } from "./core/job_requests.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { createDraftList } from "./correct/draft_list.js";
@@ -327,6 +328,7 @@ async function route() {
   const parameters = Object.fromEntries([...fragment].filter(([name]) => parameterNames.includes(name)));
   viewAbort.abort();
   viewAbort = new AbortController();
+  const { signal } = viewAbort;
   acceptDrops(null, openFiles);
   document.body.classList.add("busy");
   if (kind !== "job") {
@@ -334,7 +336,7 @@ async function route() {
     session = null;
   }
   try {
-    await openView(kind, id, parameters, viewAbort.signal);
+    await openView(kind, id, parameters, signal);
   } catch (error) {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
@@ -344,6 +346,7 @@ async function route() {
       if (await offerSavedLabels(kind, id, parameters)) return;
     }
     showError(error);
+    if (await wasConnectionLost(error, signal)) await route();
   }
 }
 
