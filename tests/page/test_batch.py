@@ -123,7 +123,8 @@ def test_files_with_the_same_name_are_separate_stacks(fake: LiveServer, open_pag
     found = open_page(fake).evaluate("""async () => {
       const { selectChosenFiles } = await import("/page/batch/collect_files.js");
       const files = [1, 2].map(size => new File(["x".repeat(size)], "cells.ome.tif"));
-      return (await selectChosenFiles({ files }).list()).map(({ path, parts }) => [path, parts.map(({ file }) => file.size)]);
+      const found = await selectChosenFiles({ files }).list();
+      return found.map(({ path, parts }) => [path, parts.map(({ file }) => file.size)]);
     }""")
     assert found == [["cells (2).ome.tif", [2]], ["cells.ome.tif", [1]]]
 
