@@ -155,7 +155,7 @@ def test_time_series_is_segmented_tracked_and_viewed(
     job = nuclei.client.get("/jobs").json()["jobs"][0]
     assert (job["parameters"]["time"], job["parameters"]["link"]) == ("1:4", "overlap")
     expect(page.locator("#summary")).to_contain_text("tracks")
-    expect(page.locator("table.objects thead")).to_contain_text("Parent")
+    expect(page.locator("table.objects thead")).to_contain_text("Track")
     page.get_by_role("button", name="Time", exact=True).click()
     row = page.locator("tr[data-row]").first
     track = row.get_attribute("data-label")
