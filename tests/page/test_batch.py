@@ -119,6 +119,16 @@ def test_each_file_of_a_folder_gets_a_result_or_a_reason(
     check_return_to_batch(page)
 
 
+def test_files_with_the_same_name_are_separate_stacks(fake: LiveServer, open_page: OpenPage) -> None:
+    found = open_page(fake).evaluate("""async () => {
+      const { selectChosenFiles } = await import("/page/batch/collect_files.js");
+      const files = [1, 2].map(size => new File(["x".repeat(size)], "cells.ome.tif"));
+      const found = await selectChosenFiles({ files }).list();
+      return found.map(({ path, parts }) => [path, parts.map(({ file }) => file.size)]);
+    }""")
+    assert found == [["cells (2).ome.tif", [2]], ["cells.ome.tif", [1]]]
+
+
 def test_oif_is_uploaded_with_its_folder(fake: LiveServer, open_page: OpenPage, tmp_path: Path) -> None:
     stack = np.arange(3 * 16 * 20, dtype=np.uint16).reshape(1, 1, 3, 16, 20)
     files = make_files(stack, make_settings(stack))

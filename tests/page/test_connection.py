@@ -108,6 +108,22 @@ def test_hanging_service_is_noticed_and_an_upload_or_a_request_can_be_canceled(
     expect(page.get_by_role("button", name="Segment", exact=True)).to_be_enabled()
 
 
+def test_view_planes_and_result_are_loaded_after_the_connection_was_lost(fake: LiveServer, open_page: OpenPage) -> None:
+    job = fake.run(b"", stack=fake.post("/stacks", STACK).json()["id"])
+    page = open_page(fake)
+    expect(page.locator("#file")).to_be_attached()
+    for lost in ("**/*", "**/planes*"):
+        page.evaluate("location.hash = ''")
+        page.route(lost, lambda route: route.abort())
+        page.route("**/health/live", lambda route: route.abort())
+        page.evaluate("id => (location.hash = `job=${id}`)", job["id"])
+        expect(page.locator("#connection")).to_be_visible()
+        page.unroute_all()
+        expect(page.locator("#summary")).to_contain_text("classes")
+        expect(page.locator(".caption").first).to_contain_text("/ 4")
+        expect(page.locator(".fetch-status")).to_be_empty()
+
+
 def test_upload_and_job_are_sent_again_after_the_connection_was_lost(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     job_count = len(fake.client.get("/jobs").json()["jobs"])

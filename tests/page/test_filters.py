@@ -167,6 +167,15 @@ def test_intensities_are_those_of_the_segmented_channel(nuclei: LiveServer, open
     expect(histogram).to_have_attribute("aria-label", re.compile(f"from {min(means):.3g} to {max(means):.3g}$"))
 
 
+def test_histogram_of_equal_values_has_one_value_as_its_limits(nuclei: LiveServer, open_page: OpenPage) -> None:
+    limits = open_page(nuclei).evaluate("""async () => {
+      const { Histogram } = await import("/page/result/histogram.js");
+      return [[0.992], []].map(values => new Histogram("", Float64Array.from(values), 100))
+        .map(({ fields }) => fields.map(({ placeholder }) => placeholder));
+    }""")
+    assert limits == [["99.2", "99.2"], ["\N{EN DASH}", "\N{EN DASH}"]]
+
+
 def test_result_of_earlier_settings_is_marked(nuclei: LiveServer, open_page: OpenPage, job: dict[str, Any]) -> None:
     page = open_job(nuclei, open_page, job)
     notice = page.locator(".stale-notice")

@@ -302,6 +302,28 @@ def test_unreadable_file_is_explained(fake: LiveServer, open_page: OpenPage) -> 
     expect(page.get_by_role("button", name="Segment", exact=True)).to_be_disabled()
 
 
+def test_result_that_cannot_be_shown_is_loaded_again(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    choose_file(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
+    page.route("**/jobs/*/planes*", lambda route: route.fulfill(status=500))
+    press_segment(page)
+    expect(page.get_by_role("alert")).to_contain_text("The service responded with HTTP status 500")
+    expect(page.get_by_role("button", name="Cancel")).to_be_hidden()
+    page.unroute("**/jobs/*/planes*")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator("#summary")).to_contain_text("classes")
+
+
+def test_page_works_if_the_browser_blocks_storage(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    page.add_init_script("""for (const name of ["localStorage", "sessionStorage", "indexedDB"])
+      Object.defineProperty(window, name, { get() { throw new DOMException("", "SecurityError"); } });""")
+    page.reload()
+    choose_file(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))
+    press_segment(page)
+    expect(page.locator("#summary")).to_contain_text("classes")
+
+
 def test_job_continues_after_a_reload_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:
     page = open_page(fake)
     choose_file(page, as_tiff(np.full((4, 16, 16), 200, np.uint8)))

@@ -62,6 +62,10 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
             "Try “Object diameter: 3.5 × 3.5 × 1 µm”. If not, mark the planes in which every object is labeled, save"
             " the stack again, and train again."
         ),
+        "Objects are 41 x 42 px wide and 9 px deep.": "Objects are 42 × 41 voxels wide and 9 voxels deep.",
+        "The request has no file, or an empty one. Send the TIFF file as the body, or in the form field 'file'.": (
+            "The file is empty. Copy or export it again."
+        ),
         "it does not begin like a TIFF, but with b'PK'. Send a TIFF.": "it does not begin like a TIFF. Open a TIFF.",
     }
     assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())

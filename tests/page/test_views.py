@@ -155,7 +155,7 @@ def test_time_series_is_segmented_tracked_and_viewed(
     job = nuclei.client.get("/jobs").json()["jobs"][0]
     assert (job["parameters"]["time"], job["parameters"]["link"]) == ("1:4", "overlap")
     expect(page.locator("#summary")).to_contain_text("tracks")
-    expect(page.locator("table.objects thead")).to_contain_text("Parent")
+    expect(page.locator("table.objects thead")).to_contain_text("Track")
     page.get_by_role("button", name="Time", exact=True).click()
     row = page.locator("tr[data-row]").first
     track = row.get_attribute("data-label")
@@ -271,9 +271,11 @@ def test_long_title_does_not_widen_a_narrow_page(fake: LiveServer, open_page: Op
     title = "a_stack_" * 12
     choose_file(page, as_tiff(np.zeros((4, 16, 16), np.uint8)), f"{title}.tif")
     expect(page.locator("#title")).to_contain_text(title)
-    theme = page.get_by_role("button", name="Switch between dark and light").bounding_box()
-    assert theme is not None
-    assert theme["x"] + theme["width"] <= 820
+    expect(page).to_have_title(f"{title}.tif \N{EN DASH} StackSeg")
+    expect(page.locator("#title")).to_be_focused()
+    for width in (820, 390):
+        page.set_viewport_size({"width": width, "height": 600})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_page: OpenPage) -> None:

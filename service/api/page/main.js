@@ -10,8 +10,9 @@ import { isFolderJob, showFolderJob } from "./batch/folder_job.js";
 import { createBatch, openBatch } from "./batch/open_batches.js";
 import { setUpKeyDialog, updateKeyButton } from "./core/api_key.js";
 import { checkConnection, watchConnection } from "./core/connection.js";
-import { byId, element } from "./core/elements.js";
+import { byId, element, setTitle } from "./core/elements.js";
 import { hideError, showError } from "./core/error_bar.js";
+import { wasConnectionLost } from "./core/job_requests.js";
 import { Problem, request, requestJson, uploadStack } from "./core/requests.js";
 import { setUpTheme } from "./core/theme.js";
 import { createDraftList } from "./correct/draft_list.js";
@@ -55,6 +56,9 @@ const service = {
 /** @type {Session | null} */
 let session = null;
 
+/** Whether no view was shown yet. A screen reader then reads the page from its beginning. */
+let isFirstView = true;
+
 /** Show one view and hide the others. @param {"start" | "work" | "status" | "training" | "compare" | "batch" | "project"} id @param {string} title */
 function showView(id, title) {
   for (const view of ["start", "work", "status", "training", "compare", "batch", "project"])
@@ -62,13 +66,22 @@ function showView(id, title) {
   byId("new-stack").hidden = id === "start";
   byId("to-batch").hidden = true;
   offerProject(null);
-  byId("title").textContent = title;
+  setTitle(title);
+  focusTitle();
   document.body.classList.remove("busy");
   hideError();
 }
 
+/** Move the focus to the title of the view if the control that had the focus is gone, so that a screen reader announces the view. */
+function focusTitle() {
+  const { activeElement } = document;
+  if (isFirstView) isFirstView = false;
+  else if (activeElement === document.body || !activeElement?.checkVisibility()) byId("title").focus();
+}
+
 /** Upload a file and open its stack. @param {Blob} file @param {string} name */
 async function openFile(file, name) {
+  hideError();
   try {
     const stack = await uploadWithProgress(byId("start"), file, name);
     location.hash = `stack=${stack.id}`;
@@ -315,6 +328,7 @@ async function route() {
   const parameters = Object.fromEntries([...fragment].filter(([name]) => parameterNames.includes(name)));
   viewAbort.abort();
   viewAbort = new AbortController();
+  const { signal } = viewAbort;
   acceptDrops(null, openFiles);
   document.body.classList.add("busy");
   if (kind !== "job") {
@@ -322,7 +336,7 @@ async function route() {
     session = null;
   }
   try {
-    await openView(kind, id, parameters, viewAbort.signal);
+    await openView(kind, id, parameters, signal);
   } catch (error) {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
@@ -332,6 +346,7 @@ async function route() {
       if (await offerSavedLabels(kind, id, parameters)) return;
     }
     showError(error);
+    if (await wasConnectionLost(error, signal)) await route();
   }
 }
 

@@ -1,5 +1,7 @@
 /** Store for batches in this browser (IndexedDB), so that a batch and its jobs can be found after a reload of the page. */
 
+import { Database, toPromise, withFallback } from "../core/database.js";
+
 /** @typedef {import("./entries.js").Entry} Entry */
 /** @typedef {Omit<Entry, "parts" | "upload" | "thumbnail" | "isBusy">} StoredEntry */
 /**
@@ -18,38 +20,7 @@ const BATCHES = "batches";
 const THUMBNAILS = "thumbnails";
 const MAX_BATCHES = 20;
 
-/** @type {Promise<IDBDatabase> | null} */
-let databasePromise = null;
-
-/** Convert a database request to a promise. @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
-function toPromise(request) {
-  return new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-  });
-}
-
-/** @param {string} storeName @param {IDBTransactionMode} mode @returns {Promise<IDBObjectStore>} */
-async function openStore(storeName, mode) {
-  if (databasePromise === null) {
-    const request = indexedDB.open(DATABASE_NAME, 1);
-    request.onupgradeneeded = () => {
-      request.result.createObjectStore(BATCHES, { keyPath: "id" });
-      request.result.createObjectStore(THUMBNAILS);
-    };
-    databasePromise = toPromise(request);
-  }
-  return (await databasePromise).transaction(storeName, mode).objectStore(storeName);
-}
-
-/** Access the database, or return a fallback if the browser does not store data, as in private windows. @template T @param {() => Promise<T>} access @param {T} fallback @returns {Promise<T>} */
-async function withFallback(access, fallback) {
-  try {
-    return await access();
-  } catch {
-    return fallback;
-  }
-}
+const database = new Database(DATABASE_NAME, { [BATCHES]: { keyPath: "id" }, [THUMBNAILS]: {} });
 
 /** @param {string} id of a batch @returns {IDBKeyRange} the keys of its thumbnails */
 function getThumbnailRange(id) {
@@ -59,18 +30,21 @@ function getThumbnailRange(id) {
 /** @returns {Promise<BatchRecord[]>} newest first */
 export async function loadBatches() {
   /** @type {BatchRecord[]} */
-  const records = await withFallback(async () => toPromise((await openStore(BATCHES, "readonly")).getAll()), []);
+  const records = await withFallback(
+    async () => toPromise((await database.openStore(BATCHES, "readonly")).getAll()),
+    [],
+  );
   return records.sort((first, second) => second.created.localeCompare(first.created));
 }
 
 /** @param {string} id @returns {Promise<BatchRecord | undefined>} */
 export function loadBatch(id) {
-  return withFallback(async () => toPromise((await openStore(BATCHES, "readonly")).get(id)), undefined);
+  return withFallback(async () => toPromise((await database.openStore(BATCHES, "readonly")).get(id)), undefined);
 }
 
 /** Save a batch, and forget the oldest batches if there are too many. @param {BatchRecord} record */
 export async function saveBatch(record) {
-  await withFallback(async () => toPromise((await openStore(BATCHES, "readwrite")).put(record)), undefined);
+  await withFallback(async () => toPromise((await database.openStore(BATCHES, "readwrite")).put(record)), undefined);
 }
 
 /** Delete the oldest batches if there are too many. */
@@ -81,9 +55,9 @@ export async function deleteOldBatches() {
 
 /** @param {string} id */
 export async function deleteBatch(id) {
-  await withFallback(async () => toPromise((await openStore(BATCHES, "readwrite")).delete(id)), undefined);
+  await withFallback(async () => toPromise((await database.openStore(BATCHES, "readwrite")).delete(id)), undefined);
   await withFallback(
-    async () => toPromise((await openStore(THUMBNAILS, "readwrite")).delete(getThumbnailRange(id))),
+    async () => toPromise((await database.openStore(THUMBNAILS, "readwrite")).delete(getThumbnailRange(id))),
     undefined,
   );
 }
@@ -91,7 +65,7 @@ export async function deleteBatch(id) {
 /** @param {string} id of a batch @returns {Promise<Map<number, string>>} data URLs by index of the entry */
 export function loadThumbnails(id) {
   return withFallback(async () => {
-    const store = await openStore(THUMBNAILS, "readonly");
+    const store = await database.openStore(THUMBNAILS, "readonly");
     const range = getThumbnailRange(id);
     const [keys, urls] = await Promise.all([toPromise(store.getAllKeys(range)), toPromise(store.getAll(range))]);
     return new Map(keys.map((key, index) => [Number(/** @type {IDBValidKey[]} */ (key)[1]), String(urls[index])]));
@@ -101,7 +75,7 @@ export function loadThumbnails(id) {
 /** @param {string} id of a batch @param {number} index of the entry @param {string} url data URL */
 export async function saveThumbnail(id, index, url) {
   await withFallback(
-    async () => toPromise((await openStore(THUMBNAILS, "readwrite")).put(url, [id, index])),
+    async () => toPromise((await database.openStore(THUMBNAILS, "readwrite")).put(url, [id, index])),
     undefined,
   );
 }

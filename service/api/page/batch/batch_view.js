@@ -102,7 +102,8 @@ export class BatchView {
     const input = element("input", {
       type: "file",
       multiple: true,
-      class: "visually-hidden",
+      // The button opens the file dialog.
+      hidden: true,
       "aria-label": "More files for this batch",
       onchange: () => {
         selectChosenFiles(input)

@@ -81,18 +81,30 @@ async function searchEntry(entry, folder, parts) {
 }
 
 /** Return the path of the stack to which a file belongs, and the path of the file in it. @param {FilePart} part @returns {[string, string]} */
-function findStack({ path, file }) {
+function findStack({ path }) {
   const zarr = ZARR_FOLDER_PATTERN.exec(path);
   if (zarr) return [zarr[1], zarr[2]];
   const oif = OIF_PATTERN.exec(path);
-  return oif ? [oif[1] + oif[3], oif[2]] : [path, file.name];
+  return oif ? [oif[1] + oif[3], oif[2]] : [path, path.split("/").at(-1) ?? path];
+}
+
+/** Number files with equal paths. Files from several folders, such as those found by a search, can have the same name. @param {FilePart[]} parts @returns {FilePart[]} */
+function numberDuplicates(parts) {
+  const paths = new Set();
+  return parts.map(({ path: originalPath, file }) => {
+    let path = originalPath;
+    for (let number = 2; paths.has(path); number += 1)
+      path = originalPath.replace(/(\.ome)?(\.[^./]+)?$/i, (suffix) => ` (${number})${suffix}`);
+    paths.add(path);
+    return { path, file };
+  });
 }
 
 /** Group the files of OME-Zarr folders and of OIFs, and find the files that are not stacks. @param {FilePart[]} parts @returns {Promise<FoundFile[]>} sorted by path */
 async function classifyFiles(parts) {
   /** @type {Map<string, FilePart[]>} */
   const groups = new Map();
-  for (const part of parts) {
+  for (const part of numberDuplicates(parts)) {
     const [groupPath, partPath] = findStack(part);
     const group = groups.get(groupPath) ?? [];
     group.push({ path: partPath, file: part.file });

@@ -47,6 +47,12 @@ export function byId(id) {
   return match;
 }
 
+/** Show the title of a view in the header, and in the tab and the history of the browser. @param {string} title */
+export function setTitle(title) {
+  byId("title").textContent = title;
+  document.title = `${title} – StackSeg`;
+}
+
 /**
  * Create a button. While its action is running, the button is marked as busy and ignores clicks.
  * @param {string} text @param {() => unknown} action @param {string} [classNames]

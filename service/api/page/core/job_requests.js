@@ -71,6 +71,11 @@ export async function cancelJob(id) {
   }
 }
 
+/** Return whether a request failed because the connection was lost. If so, wait until the service responds. @param {unknown} error @param {AbortSignal} signal @returns {Promise<boolean>} false also if the signal is aborted first */
+export async function wasConnectionLost(error, signal) {
+  return error instanceof Problem && error.status === 0 && waitForConnection(signal).catch(() => false);
+}
+
 function delay() {
   return new Promise((resolve) => setTimeout(resolve, POLL_INTERVAL_MILLISECONDS));
 }

@@ -21,6 +21,9 @@ export class Problem extends Error {
   }
 }
 
+/** The API key, null if it was not read from the storage yet. @type {string | null} */
+let keyInMemory = null;
+
 /** @type {(isRejected: boolean) => Promise<string>} */
 let promptForKey = async () => "";
 
@@ -31,17 +34,32 @@ export function setKeyPrompt(prompt) {
 
 /** @returns {boolean} whether a key is stored. If so, every request sends it. */
 export function hasKey() {
-  return Boolean(sessionStorage.getItem(API_KEY_STORAGE_KEY));
+  return loadKey() !== "";
 }
 
 /** @param {string} key */
 export function storeKey(key) {
-  sessionStorage.setItem(API_KEY_STORAGE_KEY, key);
+  keyInMemory = key;
+  try {
+    sessionStorage.setItem(API_KEY_STORAGE_KEY, key);
+  } catch {
+    // If the storage is full or disabled, the key applies until the page is closed.
+  }
+}
+
+/** @returns {string} the API key, "" for none */
+function loadKey() {
+  try {
+    keyInMemory ??= sessionStorage.getItem(API_KEY_STORAGE_KEY);
+  } catch {
+    // The browser blocks storage.
+  }
+  return keyInMemory ?? "";
 }
 
 /** @returns {Record<string, string>} */
 function createKeyHeaders() {
-  const key = sessionStorage.getItem(API_KEY_STORAGE_KEY);
+  const key = loadKey();
   return key ? { "X-API-Key": key } : {};
 }
 

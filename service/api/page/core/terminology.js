@@ -33,6 +33,8 @@ const DISPLAYED_VALUES = {
 const INDEX_PATTERNS = { channel: /^\d{1,2}$/, scene: /^\d{1,5}$/ };
 const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
+/** The width along y and x, in descriptions of an object diameter. */
+const YX_WIDTH_PATTERN = /([\d.]+) x ([\d.]+) (?=(?:px|um) wide\b)/g;
 const ZYX_SHAPE_PATTERN = /(?<! x )\b(\d+) x (\d+) x (\d+)\b(?! x )/g;
 /** Numbers of time points in messages, such as in "Time points 2, 3". */
 const TIME_POINTS_PATTERN = /(?<=\b[Tt]ime points? )\d+(?:, \d+)*/g;
@@ -81,13 +83,14 @@ export function toPageTerms(text) {
     (_, name, value) => `“${describeSetting(name, value)}”`,
   );
   return (
-    formatLengths(textWithTitles)
+    formatLengths(textWithTitles.replace(YX_WIDTH_PATTERN, "$2 × $1 "))
       .replace(ZYX_SHAPE_PATTERN, "$3 × $2 × $1")
       .replace(CONFIDENCE_PATTERN, (_, fraction) => `(confidence ${Math.round(fraction * 100)}%)`)
       .replace(TIME_POINTS_PATTERN, (times) => times.replace(/\d+/g, (time) => formatTimePoint(Number(time))))
       .replace(ITEM_LIST_PATTERN, (items) => items.replace(LISTED_INDEX_PATTERN, formatIndex))
       .replace(MISSING_SCENE_PATTERN, formatIndex)
       .replace(" (docs/training.md)", "")
+      .replace(/^The request has no file, or an empty one\..*$/s, "The file is empty. Copy or export it again.")
       .replace(/To use another one, set scene to its (?:name or )?index\./, "Select another one under “Scene”.")
       .replace(
         "train again with --partial-planes (partial_planes in requests).",

@@ -59,7 +59,9 @@ function drawFigure(panels, rows, indices, width) {
   for (const [position, index] of indices.entries()) {
     const left = LABEL_WIDTH + position * panelWidth;
     const scale = createScale(panels[index], rows, index, left, left + panelWidth - NUMBER_WIDTH - PANEL_GAP);
-    root.append(svg("text", { x: left, y: 14, class: "plot-title" }, panels[index].title));
+    // A panel of a narrow page has less width than its title.
+    const titleLeft = indices.length === 1 ? 0 : left;
+    root.append(svg("text", { x: titleLeft, y: 14, class: "plot-title" }, panels[index].title));
     root.append(...drawAxis(scale, HEADER_HEIGHT - 4, bottom));
     for (const [rowIndex, row] of rows.entries()) {
       root.append(drawCell(row, index, scale, tops[rowIndex], tops[rowIndex + 1]));

@@ -1,7 +1,7 @@
 /** View of a project: notes, plots, and a table of its members with their groups. */
 
 import { connection } from "../core/connection.js";
-import { button, byId, downloadBlob, element, redraw } from "../core/elements.js";
+import { button, downloadBlob, element, redraw, setTitle } from "../core/elements.js";
 import { showError } from "../core/error_bar.js";
 import { formatCount, formatDate, formatNumber } from "../core/format.js";
 import { hasKey, request, requestJson } from "../core/requests.js";
@@ -120,7 +120,7 @@ class ProjectView {
   show(project) {
     if (this.signal.aborted) return;
     this.project = project;
-    byId("title").textContent = project.name;
+    setTitle(project.name);
     const keys = new Set(project.members.map(getKey));
     for (const key of this.selected) if (!keys.has(key)) this.selected.delete(key);
     this.#drawMembers();

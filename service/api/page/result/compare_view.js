@@ -1,6 +1,6 @@
 /** Comparison of two results for one stack, in synchronized views side by side. */
 
-import { byId, element } from "../core/elements.js";
+import { element, setTitle } from "../core/elements.js";
 import { formatCount, formatPart } from "../core/format.js";
 import { buildQuery, requestJson } from "../core/requests.js";
 import { describeObjectCount, loadRecentJobs } from "../stack/recent_jobs.js";
@@ -200,7 +200,7 @@ export async function showComparison(root, ids, signal) {
       compareTimer = window.setTimeout(() => comparison.update(), COMPARE_DELAY_MILLISECONDS);
     });
   });
-  byId("title").textContent = `Compare two results of ${jobs[0].name}`;
+  setTitle(`Compare two results of ${jobs[0].name}`);
   const agreementText = element("p", { class: "muted", role: "status" }, "Reading the stack");
   const comparison = new Comparison(sides, agreementText, signal);
   const timeSlider = new TimeSlider();

@@ -24,15 +24,16 @@ export class Histogram extends EventTarget {
       if (value < min) min = value;
       if (value > max) max = value;
     }
-    this.min = Number.isFinite(min) ? min : 0;
-    this.max = Number.isFinite(max) && max > min ? max : this.min + 1;
+    this.isEmpty = !Number.isFinite(min);
+    this.min = this.isEmpty ? 0 : min;
+    this.max = this.isEmpty ? 0 : max;
     this.isLogarithmic = this.min > 0 && this.max / this.min > MAX_LINEAR_RATIO;
     this.counts = this.#countValues(values);
     /** The selected range. Its ends are infinite if they are not limited. @type {[number, number]} */
     this.range = [-Infinity, Infinity];
     this.canvas = element("canvas", {
       role: "img",
-      "aria-label": `Histogram of ${title}, from ${this.#format(this.min)} to ${this.#format(this.max)}`,
+      "aria-label": `Histogram of ${title}, ${this.isEmpty ? "without values" : `from ${this.#format(this.min)} to ${this.#format(this.max)}`}`,
     });
     this.handles = this.#createHandles(title);
     this.fields = this.#createFields(title);
@@ -61,6 +62,7 @@ export class Histogram extends EventTarget {
 
   /** @param {number} value @returns {number} position along the axis from 0 to 1 */
   #getPosition(value) {
+    if (this.min === this.max) return 0.5;
     return this.isLogarithmic
       ? Math.log(value / this.min) / Math.log(this.max / this.min)
       : (value - this.min) / (this.max - this.min);
@@ -88,6 +90,7 @@ export class Histogram extends EventTarget {
         type: "range",
         min: "0",
         max: String(HANDLE_STEPS),
+        disabled: this.min === this.max,
         "aria-label": `${end ? "Largest" : "Smallest"} ${title}, slider`,
         oninput: (/** @type {Event} */ event) =>
           this.#moveEnd(end, Number(/** @type {HTMLInputElement} */ (event.target).value) / HANDLE_STEPS),
@@ -101,7 +104,7 @@ export class Histogram extends EventTarget {
       const field = element("input", {
         type: "number",
         step: "any",
-        placeholder: this.#format(end ? this.max : this.min).replaceAll(",", ""),
+        placeholder: this.isEmpty ? "–" : this.#format(end ? this.max : this.min).replaceAll(",", ""),
         "aria-label": `${end ? "Largest" : "Smallest"} ${title}`,
         onchange: () => this.#setEnd(end, field.value === "" ? null : this.#parse(Number(field.value))),
       });

@@ -1,6 +1,6 @@
 /** Explanations of why there is no result: the job failed, was canceled or expired, or the service no longer has it. */
 
-import { element } from "../core/elements.js";
+import { button, element } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
 
 /** Create an explanation of why a job has no result. @param {Pick<import("openapi").JobReport, "state"> & Partial<import("openapi").JobReport>} job that ended without a result */
@@ -20,6 +20,17 @@ export function createFailureExplanation(job) {
       { class: job.problem ? "warning-text" : "muted" },
       job.problem ? toPageTerms(job.problem.detail) : "Change the settings if necessary, and press Segment again.",
     ),
+  );
+}
+
+/** Create an explanation of why the page cannot show a result that the service has. @param {Error} error @param {() => unknown} retry */
+export function createUnreadableResultExplanation(error, retry) {
+  return element(
+    "div",
+    { class: "run" },
+    element("h2", {}, "The result cannot be shown"),
+    element("p", { class: "warning-text", role: "alert" }, error.message),
+    button("Try again", retry, "secondary"),
   );
 }
 

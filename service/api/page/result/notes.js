@@ -122,7 +122,7 @@ function createComparisonAdvice(compareModels) {
   return element(
     "li",
     { class: "advice" },
-    element("p", {}, "Another model may find these objects. Try all models on a part of the stack."),
+    element("p", {}, "Another model may find the objects. Try all models on a part of the stack."),
     button("Compare the models", compareModels, "secondary"),
   );
 }

@@ -162,7 +162,7 @@ export class ObjectsView extends EventTarget {
       PageDown: 10,
       PageUp: -10,
     });
-    const step = steps[event.key];
+    const step = event.ctrlKey || event.metaKey || event.altKey ? undefined : steps[event.key];
     if (step === undefined || this.rows.length === 0) return;
     event.preventDefault();
     const currentIndex = this.rows.indexOf(this.rowByKey.get(makeRowKey(this.selectedLabel, this.time)) ?? -1);
@@ -287,7 +287,9 @@ function listDisplayedColumns(table, intensityColumn) {
     ...[...idColumns, "equivalent_diameter_area", "area", intensityColumn, getConfidenceColumn(table)],
     ...["touching_border", ...otherIntensityColumns],
   ];
-  return names.filter((name) => name !== null && table.columns.has(name)).map(String);
+  const presentNames = names.filter((name) => name !== null && table.columns.has(name)).map(String);
+  // The parents of tracks need a column only if objects divide.
+  return presentNames.filter((name) => name !== "parent" || getColumn(table, name).some((track) => track > 0));
 }
 
 /** @param {string} name @param {Table} table @param {string[]} channelNames */

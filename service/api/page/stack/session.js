@@ -3,14 +3,18 @@
 import { waitForConnection } from "../core/connection.js";
 import { byId, element } from "../core/elements.js";
 import { isAbort } from "../core/error_bar.js";
-import { cancelJob, createJob, pollJob } from "../core/job_requests.js";
+import { cancelJob, createJob, pollJob, wasConnectionLost } from "../core/job_requests.js";
 import { buildQuery, Problem, requestJson } from "../core/requests.js";
 import { describeSetting } from "../core/terminology.js";
 import { CorrectView } from "../correct/correct_view.js";
 import { EmptyLabels } from "../correct/label_sources.js";
 import { openGallery } from "../gallery/gallery.js";
 import { fetchResults } from "../result/advice.js";
-import { createFailureExplanation, createMissingJobExplanation } from "../result/missing_result.js";
+import {
+  createFailureExplanation,
+  createMissingJobExplanation,
+  createUnreadableResultExplanation,
+} from "../result/missing_result.js";
 import { ProgressView } from "../result/progress_view.js";
 import { showResult } from "../result/result_view.js";
 import { drawThumbnail } from "../result/screenshots.js";
@@ -280,12 +284,13 @@ export class Session {
     if (displayedParameters.scene !== planeParameters.scene) this.#hidePlanes();
     this.planesAbort.abort();
     this.planesAbort = new AbortController();
+    const { signal } = this.planesAbort;
     this.displayedPlaneParametersJson = key;
     const source = this.#getPlanesSource(file, planeParameters);
     this.#setFullResolutionSource(source);
     viewer.fetchStatus.textContent = "Reading the stack";
     try {
-      this.planesPromise = fetchVolume(source, this.planesAbort.signal, (volume, fraction) => {
+      this.planesPromise = fetchVolume(source, signal, (volume, fraction) => {
         const isFirstBlock = viewer.scene.state.image !== volume;
         if (isFirstBlock) viewer.open(volume, file.voxel_size);
         if (isFirstBlock && isNewImage) viewer.adjustContrast();
@@ -295,11 +300,19 @@ export class Session {
       await this.planesPromise;
       if (isNewImage) viewer.adjustContrast();
       else viewer.refresh();
-      channelTools.show(file, Number(planeParameters.channel) || 0, (overlayChannel, signal, onblock) =>
-        fetchVolume(this.#getPlanesSource(file, { ...planeParameters, channel: overlayChannel }), signal, onblock),
+      channelTools.show(file, Number(planeParameters.channel) || 0, (overlayChannel, overlaySignal, onblock) =>
+        fetchVolume(
+          this.#getPlanesSource(file, { ...planeParameters, channel: overlayChannel }),
+          overlaySignal,
+          onblock,
+        ),
       );
     } catch (error) {
-      if (!isAbort(error)) viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
+      if (isAbort(error)) return undefined;
+      viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
+      if (!(await wasConnectionLost(error, signal)) || signal.aborted) return undefined;
+      this.displayedPlaneParametersJson = "";
+      this.inspectLater();
     }
     return undefined;
   }
@@ -439,7 +452,7 @@ export class Session {
     return new ProgressView(this.sidePanel, this.service.capabilities.temporary_jobs, signal, oncancel);
   }
 
-  /** Show the progress of a job, and then its result. @param {string} id */
+  /** Show the progress of a job, and then its result. @param {string} id @returns {Promise<void>} */
   async followJob(id) {
     const { sidePanel } = this;
     this.#endJob();
@@ -456,8 +469,14 @@ export class Session {
       if (job.state === "done") await this.showResult(job);
       else sidePanel.replaceChildren(createFailureExplanation(job));
     } catch (error) {
-      if (error instanceof Problem && error.status === 404) await this.#showMissingJob(id, progressView.isCanceling);
-      else if (!isAbort(error)) throw error;
+      if (isAbort(error)) return;
+      if (!(error instanceof Problem)) throw error;
+      if (error.status === 404) return await this.#showMissingJob(id, progressView.isCanceling);
+      if (await wasConnectionLost(error, signal)) return await this.followJob(id);
+      if (signal.aborted) return;
+      this.viewer.fetchStatus.textContent = "";
+      const retry = () => this.followJob(id).catch(this.showError);
+      sidePanel.replaceChildren(createUnreadableResultExplanation(error, retry));
     } finally {
       viewAbort.abort();
     }

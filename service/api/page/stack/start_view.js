@@ -26,7 +26,8 @@ export function drawStartView(root, actions) {
     id: "file",
     accept: ".tif,.tiff,.tf2,.tf8,.btf,.lsm,.stk,.czi,.nd2,.lif,.oib,.ims,.ozx,.zip,image/tiff",
     multiple: true,
-    class: "visually-hidden",
+    // The button opens the file dialog.
+    hidden: true,
     "aria-label": "One or several stacks",
     onchange: () => actions.openFiles(selectChosenFiles(fileInput)),
   });
@@ -34,7 +35,8 @@ export function drawStartView(root, actions) {
     type: "file",
     id: "folder",
     webkitdirectory: true,
-    class: "visually-hidden",
+    // The button opens the file dialog.
+    hidden: true,
     "aria-label": "A folder of stacks",
     onchange: () => actions.openFiles(selectChosenFiles(folderInput)),
   });

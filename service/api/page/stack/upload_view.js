@@ -21,7 +21,7 @@ export async function uploadWithProgress(root, file, name) {
   const progressText = element("p", { class: "muted", role: "status" }, formatBytes(file.size));
   const cancelButton = button("Cancel", () => uploadAbort.abort(), "secondary");
   const content = [element("h2", {}, `Uploading ${name}`), progressBar, progressText, cancelButton];
-  root.replaceChildren(element("section", { class: "drop" }, ...content));
+  root.replaceChildren(element("section", { class: "drop uploading" }, ...content));
   /** @param {number} fraction */
   const showProgress = (fraction) => {
     progressBar.value = fraction;

@@ -15,7 +15,7 @@ const CONTROL_KEYS = [
   "Delete",
   " ",
 ];
-const CONTROL_SELECTOR = "button, a, summary, input, [tabindex]";
+const CONTROL_SELECTOR = 'button, a, summary, input, [tabindex="0"]';
 /** Controls for which letters and digits are input. */
 const TYPING_SELECTOR = "textarea, select, input:not([type=range], [type=checkbox], [type=radio], [type=file])";
 

@@ -1,5 +1,7 @@
 /** Store for corrections in this browser (IndexedDB). Stored corrections survive a reload of the page. */
 
+import { Database, toPromise, waitForCommit, withFallback } from "../core/database.js";
+
 /** @typedef {import("./label_edit.js").Edit} Edit */
 /**
  * Labels before any correction. They remain available after the service has deleted the result.
@@ -31,25 +33,11 @@ const REPLY_TIMEOUT_MILLISECONDS = 1000;
 /** Keys of the results that this tab corrects. @type {Set<string>} */
 const ownedKeys = new Set();
 
-/** Convert a database request to a promise. @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
-function toPromise(request) {
-  return new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-  });
-}
-
-/** @type {Promise<IDBDatabase> | null} */
-let databasePromise = null;
+const database = new Database(DATABASE_NAME, { [STORE_NAME]: {} });
 
 /** @param {IDBTransactionMode} mode @returns {Promise<IDBObjectStore>} */
-async function openStore(mode) {
-  if (databasePromise === null) {
-    const request = indexedDB.open(DATABASE_NAME, 1);
-    request.onupgradeneeded = () => request.result.createObjectStore(STORE_NAME);
-    databasePromise = toPromise(request);
-  }
-  return (await databasePromise).transaction(STORE_NAME, mode).objectStore(STORE_NAME);
+function openStore(mode) {
+  return database.openStore(STORE_NAME, mode);
 }
 
 /** Return the key of the corrections of labels. @param {{id: string, isSeries: boolean}} source of the labels @param {number} time time point, used if each time point has its own labels */
@@ -60,15 +48,6 @@ export function makeKey({ id, isSeries }, time) {
 /** @param {string} key of a result, or of one time point of a time series @returns {IDBKeyRange} the keys of its corrections */
 function getCorrectionRange(key) {
   return IDBKeyRange.bound([key, 0], [key, Number.MAX_SAFE_INTEGER]);
-}
-
-/** Access the database, or return a fallback if the browser does not store data, as in private windows. @template T @param {() => Promise<T>} access @param {T} fallback @returns {Promise<T>} */
-async function withFallback(access, fallback) {
-  try {
-    return await access();
-  } catch {
-    return fallback;
-  }
 }
 
 /** @param {string} key @returns {Promise<Edit[]>} the stored corrections of a result, which do not include undone corrections */
@@ -96,7 +75,8 @@ export function saveCorrection(key, index, edit) {
     const owner = await toPromise(store.get([key, OWNER_RECORD_NUMBER]));
     if (owner !== undefined && owner !== TAB_ID) return "owned-by-other-tab";
     store.delete(IDBKeyRange.bound([key, index], [key, Number.MAX_SAFE_INTEGER]));
-    if (edit !== null) await toPromise(store.put(edit, [key, index]));
+    if (edit !== null) store.put(edit, [key, index]);
+    await waitForCommit(store.transaction);
     return "saved";
   }, "unavailable");
 }
