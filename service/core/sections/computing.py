@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -28,6 +30,27 @@ class Section(BaseModel):
     """Base class of all sections. Sections are immutable and reject unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Expand `~` in paths as a shell does. Raises ValueError for truth values, which pydantic reads as 0 and 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        types = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and bool not in types:
+            raise ValueError(f"Input should not be {str(value).lower()}")
+        if isinstance(value, str) and value.startswith("~") and Path in types:
+            return _expand_home(value)
+        return value
+
+
+def _expand_home(path: str) -> str:
+    """Return a path that begins with `~` as an absolute path. Raises ValueError if the user has no home directory."""
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        home = path.partition("/")[0]
+        raise ValueError(f"{home} is not the home directory of a user; specify an absolute path") from None
 
 
 class Models(Section):
