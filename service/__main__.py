@@ -7,6 +7,7 @@ Each command imports heavy dependencies only when it runs. torch and MONAI take 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The status is 0 for success, 1 for a refused or failed request, 2 for a usage or configuration error, 3 if a trained
     model is not better than its base model, and 130 if the command was interrupted.
     """
+    _prepare_streams()
     options = create_parser().parse_args(arguments)
     try:
         settings = load_settings(options)
@@ -62,6 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("stackseg: interrupted\n")
         return 130
     return status
+
+
+def _prepare_streams() -> None:
+    """Escape characters that the output cannot encode, such as those of file names, and replace closed streams."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def create_parser() -> argparse.ArgumentParser:

@@ -54,6 +54,20 @@ def test_models_command_lists_models(config: Path, run_stackseg: Any) -> None:
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
 
 
+def test_output_may_be_closed_or_unable_to_show_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.cli.models.run_list", lambda *_: print("0.2 \u00b5m") or 0)
+    path = tmp_path / "out.txt"
+    with path.open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert main(["models"]) == 0
+    assert path.read_text(encoding="ascii") == "0.2 \\xb5m\n"
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["models"]) == 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+
+
 def test_command_whose_output_is_not_read_ends_without_a_traceback() -> None:
     command = f"{sys.executable} -m service models | true"
     run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
