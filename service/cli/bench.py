@@ -123,14 +123,18 @@ def _check_options(options: argparse.Namespace) -> None:
     """Raise BadParameter for invalid options before anything is measured."""
     if min(options.repeats, *options.shape, *options.batch_sizes) < 1 or options.build_seconds <= 0:
         raise BadParameter("--repeats, --shape, --batch-sizes and --build-seconds must be positive numbers.")
-    for path in (options.json, options.plot, options.profile):
-        # Measurements can take an hour, and would be lost.
-        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
-            raise BadParameter(f"{path} cannot be written. Choose a file in an existing, writable folder.")
+    for path in filter(None, (options.json, options.plot, options.profile)):
+        _check_result_path(path)
     if options.plot is not None and options.hosts:
         raise BadParameter("--plot shows the stages on a single host. Remove --plot or --hosts.")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BadParameter("--plot requires matplotlib. Install it with: pip install 'stackseg[demo]'")
+
+
+def _check_result_path(path: Path) -> None:
+    """Raise BadParameter if a file cannot be written. Measurements can take an hour, and would be lost."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadParameter(f"{path} cannot be written. Choose a file in an existing, writable folder.")
 
 
 def _check_size(shape: Sequence[int], limit_bytes: int) -> None:
