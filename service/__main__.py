@@ -7,9 +7,15 @@ Each command imports heavy dependencies only when it runs. torch and MONAI take 
 from __future__ import annotations
 
 import argparse
+import io
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
 
 from service.cli import bench, evaluate, keys, models, segment, serve, train, tune
 from service.cli.options import CommandParser, add_settings_options, load_settings
@@ -33,13 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     The status is 0 for success, 1 for a refused or failed request, 2 for a usage or configuration error, 3 if a trained
-    model is not better than its base model, and 130 if the command was interrupted.
+    model is not better than its base model, and 130 if the command was interrupted. SIGTERM and SIGHUP raise SystemExit
+    with the status 143 or 129.
     """
+    _prepare_streams()
     options = create_parser().parse_args(arguments)
     try:
         settings = load_settings(options)
         telemetry.configure_logging(settings.logging.level, settings.logging.format)
-        status: int = options.run(options, settings)
+        with _clean_up_on_signals():
+            status: int = options.run(options, settings)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of the output has ended, such as `head`. Python would report the same error when it exits.
@@ -62,6 +71,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("stackseg: interrupted\n")
         return 130
     return status
+
+
+def _prepare_streams() -> None:
+    """Escape characters that the output cannot encode, such as those of file names, and replace closed streams."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def _clean_up_on_signals() -> Iterator[None]:
+    """Exit with 128 plus the number of the signal if batch systems or closed terminals end the command.
+
+    By default, these signals would end the process immediately, and its temporary folders would remain. The service
+    has its own handlers.
+    """
+
+    def exit_process(number: int, _frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    # `nohup` ignores SIGHUP.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in numbers if is_main_thread else ():
+        signal.signal(number, exit_process)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            if signal.getsignal(number) is exit_process:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def create_parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,37 @@ def test_models_command_lists_models(config: Path, run_stackseg: Any) -> None:
     assert run_stackseg("models", "list", "--config", config) == output
     (model,) = json.loads(run_stackseg("models", "--config", config, "--json"))
     assert (model["name"], model["outputs"]) == ("bands", ["background", "dim", "bright"])
+
+
+def test_output_may_be_closed_or_unable_to_show_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.cli.models.run_list", lambda *_: print("0.2 \u00b5m") or 0)
+    path = tmp_path / "out.txt"
+    with path.open("w", encoding="ascii") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        assert main(["models"]) == 0
+    assert path.read_text(encoding="ascii") == "0.2 \\xb5m\n"
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["models"]) == 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_command_that_is_terminated_removes_its_temporary_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def run(*_: object) -> int:
+        with tempfile.TemporaryDirectory(dir=tmp_path):
+            os.kill(os.getpid(), number)
+        return 0
+
+    monkeypatch.setattr("service.cli.models.run_list", run)
+    with pytest.raises(SystemExit) as caught:
+        main(["models"])
+    assert caught.value.code == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 def test_command_whose_output_is_not_read_ends_without_a_traceback() -> None:

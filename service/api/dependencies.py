@@ -72,9 +72,8 @@ async def check_query(request: Request) -> None:
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         shown_name = name[:MAX_NAME_LENGTH]
         if name not in parameters:
-            raise BadParameter(
-                f"Unknown parameter {shown_name!r}. The parameters are {', '.join(parameters)}.", parameter=shown_name
-            )
+            known_text = f"The parameters are {', '.join(parameters)}" if parameters else "Send parameters in the body"
+            raise BadParameter(f"Unknown parameter {shown_name!r}. {known_text}.", parameter=shown_name)
         if count > 1 and not parameters[name]:
             raise BadParameter(
                 f"The parameter {shown_name} is given {count} times. Send it once.", parameter=shown_name

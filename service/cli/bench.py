@@ -6,13 +6,16 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from service.cli.models import choose_model
 from service.cli.options import MODEL_HELP, decimal, integer
 from service.core.config import Settings, override_settings
-from service.core.errors import BadParameter
+from service.core.errors import BadParameter, TooLarge
+from service.core.hardware import host
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +93,7 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
     _check_options(options)
     if options.device is not None:
         settings = override_settings(settings, "device", {"name": options.device})
+    _check_size(options.shape, settings.limits.decoded_bytes)
     if options.hosts:
         return _run_hosts(options, settings)
     from service.cli.benchmark import deviations, report, session  # noqa: PLC0415
@@ -117,12 +121,30 @@ def run(options: argparse.Namespace, settings: Settings) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise BadParameter for invalid options before anything is measured."""
-    if min(options.repeats, *options.shape, *options.batch_sizes) < 1:
-        raise BadParameter("--repeats, --shape and --batch-sizes must be positive numbers.")
+    if min(options.repeats, *options.shape, *options.batch_sizes) < 1 or options.build_seconds <= 0:
+        raise BadParameter("--repeats, --shape, --batch-sizes and --build-seconds must be positive numbers.")
+    for path in filter(None, (options.json, options.plot, options.profile)):
+        _check_result_path(path)
     if options.plot is not None and options.hosts:
         raise BadParameter("--plot shows the stages on a single host. Remove --plot or --hosts.")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise BadParameter("--plot requires matplotlib. Install it with: pip install 'stackseg[demo]'")
+
+
+def _check_result_path(path: Path) -> None:
+    """Raise BadParameter if a file cannot be written. Measurements can take an hour, and would be lost."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise BadParameter(f"{path} cannot be written. Choose a file in an existing, writable folder.")
+
+
+def _check_size(shape: Sequence[int], limit_bytes: int) -> None:
+    """Raise TooLarge if the 16-bit pixels of a stack exceed `limits.decoded_bytes` or the available memory."""
+    nbytes, max_bytes = 2 * math.prod(shape), min(limit_bytes, host.query_available_memory() or limit_bytes)
+    if nbytes > max_bytes:
+        raise TooLarge(
+            f"A stack of this --shape has {nbytes / 2**30:.3g} GiB, but at most {max_bytes / 2**30:.3g} GiB are allowed"
+            " (limits.decoded_bytes, or the available memory). Choose a smaller shape."
+        )
 
 
 def _run_hosts(options: argparse.Namespace, settings: Settings) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
 from pydantic import ValidationError, model_validator
 
 from service.core.errors import ConfigError, get_validation_message
 from service.core.files.bundled import get_bundled_folder
+from service.core.files.documents import parse_yaml
 from service.core.sections.computing import Cluster, Device, Engine, Models, Section, Training, Windows
 from service.core.sections.serving import (
     Access,
@@ -26,6 +27,13 @@ from service.core.sections.serving import (
 )
 
 ENVIRONMENT_PREFIX = "STACKSEG_"
+# Variables with this prefix that are not settings: the API key for scripts, and the addresses of a Kubernetes service
+# called stackseg, which Kubernetes and Docker set in every container next to it.
+_OTHER_VARIABLES = re.compile(
+    r"STACKSEG_KEY=.*|STACKSEG_(\w+_)?SERVICE_(HOST|PORT(_\w+)?)=.*|STACKSEG_(\w+_)?PORT(_\w+)?=(tcp|udp|sctp)://.*"
+    r"|STACKSEG_(\w+_)?PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*",
+    re.DOTALL,
+)
 
 
 class Settings(Section):
@@ -127,10 +135,16 @@ def _validate_settings(sections: Mapping[str, Any]) -> Settings:
         return Settings.model_validate(sections)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {get_validation_message(problem)}"
+            f"{'.'.join(map(str, problem['loc'][:2])) or 'settings'}: {_describe_problem(problem)}"
             for problem in error.errors()
         )
         raise ConfigError(f"The configuration is invalid: {problems}") from error
+
+
+def _describe_problem(problem: Mapping[str, Any]) -> str:
+    """Return pydantic's message, or one that names a list if the value is not one."""
+    is_list = problem["type"] == "tuple_type"
+    return "Input should be a list, such as [a, b]" if is_list else get_validation_message(problem)
 
 
 def _find_settings_file(path: Path) -> Path:
@@ -148,8 +162,8 @@ def _find_settings_file(path: Path) -> Path:
 def _read_settings_file(path: Path) -> dict[str, Any]:
     path = _find_settings_file(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
     if content is None:
         return {}
@@ -160,7 +174,8 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
 
 def _apply_overrides(sections: dict[str, Any], environment: Mapping[str, str]) -> None:
     for variable, yaml_text in environment.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX):
+        is_setting = variable.startswith(ENVIRONMENT_PREFIX)
+        if not is_setting or _OTHER_VARIABLES.fullmatch(f"{variable}={yaml_text}"):
             continue
         section, separator, key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().partition("__")
         field = Settings.model_fields.get(section)
@@ -168,6 +183,6 @@ def _apply_overrides(sections: dict[str, Any], environment: Mapping[str, str]) -
             settings_reference = get_bundled_folder("configs") / "default.yaml"
             raise ConfigError(f"{variable} does not match a setting. {settings_reference} lists all settings.")
         try:
-            sections.setdefault(section, {})[key] = yaml.safe_load(yaml_text)
-        except yaml.YAMLError as error:
+            sections.setdefault(section, {})[key] = parse_yaml(yaml_text)
+        except ValueError as error:
             raise ConfigError(f"The value of {variable} is not valid YAML: {error}") from error

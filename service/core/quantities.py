@@ -60,6 +60,11 @@ class VoxelSize:
         """Ratio of plane spacing to pixel size, at most `MAX_ANISOTROPY`."""
         return min(self.z / self.pixel_size, MAX_ANISOTROPY)
 
+    @property
+    def is_anisotropy_limited(self) -> bool:
+        """Whether the ratio of plane spacing to pixel size is larger than `MAX_ANISOTROPY`."""
+        return self.z / self.pixel_size > MAX_ANISOTROPY
+
 
 def parse_integer(text: str) -> int:
     """Parse an integer such as `10`. Raises ValueError."""

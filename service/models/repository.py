@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from service.core.errors import BrokenModel, ConfigError, UnknownModel, get_validation_message
 from service.core.files.bundled import get_bundled_folder
-from service.models.documents import read_document
+from service.core.files.documents import read_document
 from service.models.spec import ModelSpec
 
 MODEL_FILE_NAME = "model.yaml"

@@ -321,9 +321,9 @@ def describe_validation_errors(
     for error in errors[:MAX_REPORTED_ERRORS]:
         name = str(error["loc"][-1])[:MAX_NAME_LENGTH] if error["loc"] else "parameters"
         if error["type"] == "extra_forbidden":
-            sentences.append(
-                f"Unknown parameter {name!r}. The parameters are {', '.join(parameters_model.model_fields)}."
-            )
+            known_names = ", ".join(parameters_model.model_fields)
+            known_text = f"The parameters are {known_names}." if known_names else "There are no parameters."
+            sentences.append(f"Unknown parameter {name!r}. {known_text}")
         else:
             sentences.append(f"{format_name(name)}: {get_validation_message(error)}.")
     if (num_omitted := len(errors) - MAX_REPORTED_ERRORS) > 0:

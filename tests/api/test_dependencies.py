@@ -21,6 +21,10 @@ STACK = as_tiff(noise(4, 8, 10))
         ("POST", "/annotations?stack={stack}&ignore_lable=5", "ignore_lable"),
         ("POST", "/annotations?stack={stack}&name=a&name=b", "name"),
         ("GET", "/projects/{job}/table?column=area", "column"),
+        ("POST", "/projects?name=embryos", "name"),
+        ("PATCH", "/projects/{job}?name=embryos", "name"),
+        ("POST", "/trainings?partial=true", "partial"),
+        ("POST", "/v2/models/bands/infer?diameter=15px", "diameter"),
     ],
 )
 def test_unknown_and_repeated_parameters_are_rejected(service: Service, method: str, path: str, parameter: str) -> None:

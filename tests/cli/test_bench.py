@@ -32,7 +32,14 @@ def test_exit_status_is_zero_if_the_network_runs_as_configured(bench: list[str],
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["--repeats", "0"], "--repeats"), (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts")],
+    [
+        (["--repeats", "0"], "--repeats"),
+        (["--build-seconds", "-1"], "--build-seconds"),
+        (["--hosts", "--plot", "bench.png"], "Remove --plot or --hosts"),
+        (["--shape", "100000000", "1000000", "1000000"], "Choose a smaller shape."),
+        (["--json", "no-such-folder/bench.json"], "no-such-folder/bench.json cannot be written"),
+        (["--profile", "/"], "/ cannot be written"),
+    ],
 )
 def test_invalid_options_are_rejected(bench: list[str], run_stackseg: Any, options: list[str], message: str) -> None:
     assert message in run_stackseg(*bench, *options, status=1)

@@ -84,10 +84,36 @@ def test_other_environment_variables_are_ignored() -> None:
     assert read_settings(None, {"WINDOWS__OVERLAP": "2", "PATH": "/bin", "MYSTACKSEG_DEVICE__NAME": "?"}) == Settings()
 
 
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "STACKSEG_KEY=stackseg_secret",
+        "STACKSEG_SERVICE_HOST=10.0.0.1",
+        "STACKSEG_SERVICE_PORT_HTTP=8000",
+        "STACKSEG_PORT=tcp://10.0.0.1:8000",
+        "STACKSEG_GPU_PORT_8000_TCP_ADDR=10.0.0.1",
+    ],
+)
+def test_variables_of_scripts_and_of_kubernetes_services_are_ignored(assignment: str) -> None:
+    name, _, value = assignment.partition("=")
+    assert read_settings(None, {name: value}) == Settings()
+    with pytest.raises(ConfigError, match=r"^STACKSEG_SERVER_PORT does not match a setting"):
+        read_settings(None, {name: value, "STACKSEG_SERVER_PORT": "8000"})
+
+
+def test_paths_may_begin_with_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    settings = read_settings(
+        None, {"STACKSEG_JOBS__FOLDER": "~/jobs", "STACKSEG_REFERENCES__INPUTS": "{scans: ~/scans}"}
+    )
+    assert settings.jobs.folder == Path("/home/ada/jobs")
+    assert settings.references.inputs["scans"].folder == Path("/home/ada/scans")
+
+
 @given(st.text("ABCDEFGHIJKLMNOPQRSTUVWXYZ_", max_size=30))
 def test_misspelled_variable_is_rejected_with_its_name(rest: str) -> None:
     name = ENVIRONMENT_PREFIX + rest
-    if name in {variable(*key) for key in KEYS}:
+    if name in {variable(*key) for key in KEYS} | {"STACKSEG_KEY"}:
         return
     with pytest.raises(ConfigError, match=f"^{name} does not match a setting"):
         read_settings(None, {name: "1"})
@@ -108,15 +134,20 @@ def test_unknown_sections_and_non_string_keys_are_rejected(content: Any, tmp_pat
 INVALID_VALUES = {
     "windows.overlap": ["1.0", "-0.1", ".nan"],
     "windows.sigma": ["0"],
-    "windows.skip_below": ["dark", ".inf"],
+    "windows.skip_below": ["dark", ".inf", "off", "false"],
     "windows.sw_batch_size": ["0", "2.5"],
     "windows.blending": ["triangle"],
     "device.name": ["gpu", "cuda:"],
     "device.serve": ["[cuda]"],
     "engine.precision": ["int8"],
-    "limits.upload_bytes": ["4 GB"],
-    "limits.waiting": ["-1"],
-    "server.port": ["65536", ""],
+    "limits.waiting": ["-1", "true"],
+    "limits.request_seconds": ["1:30", ".inf", "1e12"],
+    "limits.upload_bytes": ["4 GB", "1e30", ".inf"],
+    "jobs.keep_hours": [".inf", "1e8"],
+    "server.drain_seconds": [".inf"],
+    "models.serve": ["nuclei"],
+    "server.port": ["65536", "", "yes"],
+    "server.scratch_folder": ["~nobody-of-this-name/scratch"],
     "logging.level": ["loud"],
     "logging.format": ["xml"],
     "access.requests_per_minute": ["-1"],
@@ -173,6 +204,7 @@ def test_overridden_section_is_validated() -> None:
         ("- windows", "must contain sections"),
         ("just words", "must contain sections"),
         ("windows: {overlap: 0.5", "cannot be read as YAML"),
+        ("windows: {overlap: 0.5}\nwindows: {sigma: 0.2}", "cannot be read as YAML: found the key 'windows' twice"),
         ("windows: !!python/object:os.system {}", "cannot be read as YAML"),
     ],
 )

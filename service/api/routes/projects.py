@@ -60,7 +60,7 @@ class ChunkedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-@router.post("/projects", status_code=201, openapi_extra=describe_json_body(ProjectRequest))
+@router.post("/projects", status_code=201, openapi_extra=describe_json_body(ProjectRequest), dependencies=CHECKED_QUERY)
 async def create_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, response: Response
 ) -> ProjectReport:
@@ -97,7 +97,7 @@ async def get_project(
     return await run_in_thread(lambda: members.report(_find_project(request, project)))
 
 
-@router.patch("/projects/{project}", openapi_extra=describe_json_body(ProjectChange))
+@router.patch("/projects/{project}", openapi_extra=describe_json_body(ProjectChange), dependencies=CHECKED_QUERY)
 async def change_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, project: ProjectId
 ) -> ProjectReport:

@@ -155,6 +155,9 @@ class RequestRunner:
         window = self._latest_input[0]
         with torch.inference_mode():
             for _ in range(repeats):
+                if not self._batcher.is_alive:
+                    # The benchmark was interrupted.
+                    return
                 window.network(window.batches[stream][:window_count])
         synchronize(self.batch.device)
 

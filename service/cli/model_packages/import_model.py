@@ -10,13 +10,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from service.cli.model_packages.describe_model import describe_model
 from service.cli.model_packages.package_source import add_download_options, list_download_options, provide_package
 from service.cli.options import add_settings_options
 from service.core.config import Settings
 from service.core.errors import BadParameter, ConfigError, MissingKeys
+from service.core.files.documents import parse_yaml
 from service.core.quantities import parse_float, parse_integer
 
 # Persistence for which all maxima of a connected foreground become one object, because probabilities differ by less.
@@ -338,8 +337,8 @@ def _parse_answer(question: Question, text: str) -> Any:
 def _read_key_file(path: Path | None) -> dict[str, Any]:
     """Read keys of model.yaml from a YAML file, if there is one. Raises ConfigError."""
     try:
-        content = {} if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        content = {} if path is None else parse_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must contain a mapping with keys of model.yaml.")

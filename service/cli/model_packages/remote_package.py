@@ -15,7 +15,7 @@ import yaml
 
 from service.cli.model_packages.download import Downloader, ProgressCallback, get_file_name, is_url
 from service.core.errors import BadParameter, UnsupportedPackage
-from service.models.documents import read_document
+from service.core.files.documents import read_document
 
 COLLECTION_URL = "https://uk1s3.embassy.ebi.ac.uk/public-datasets/bioimage.io/collection.json"
 # The collection describes several hundred models.

@@ -5,16 +5,18 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -178,6 +180,22 @@ def _read_system_file(path: Path) -> str:
 
 # Determined at import time, because a sandboxed process can no longer read the limits when it parses a file.
 CORE_COUNT = count_usable_cores()
+
+
+def skip_finalization() -> None:
+    """Let the process exit without finalizing the interpreter, which aborts if a daemon thread runs native code.
+
+    Call this function while the exception that ends the process is handled. It determines the exit status.
+    """
+    error = sys.exc_info()[1]
+    status = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", 1)
+
+    def exit_process() -> NoReturn:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    atexit.register(exit_process)
 
 
 def run_in_threads(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -13,6 +13,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -20,6 +22,11 @@ Precision = Literal["auto", "bf16", "fp16", "fp32"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
 GrayValue = Annotated[float, Field(allow_inf_nan=False)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
+# Longest durations, about 30 and 100 years. The system refuses to wait longer, and dates end with the year 9999.
+Seconds = Annotated[float, Field(gt=0, le=10**9)]
+Hours = Annotated[float, Field(gt=0, le=10**6)]
+# Largest number in the settings. Larger ones do not fit in the integers of the operating system and of SQLite.
+MAX_NUMBER = 2**63 - 1
 # Maximum number of concurrent batches. Each runs in its own thread, and further threads would only wait for the GIL.
 MAX_STREAMS = 8
 
@@ -27,7 +34,30 @@ MAX_STREAMS = 8
 class Section(BaseModel):
     """Base class of all sections. Sections are immutable and reject unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Expand `~` in paths as a shell does. Raises ValueError for truth values, which pydantic reads as 0 and 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        types = (annotation, *get_args(annotation))
+        if isinstance(value, bool) and bool not in types:
+            raise ValueError(f"Input should not be {str(value).lower()}")
+        if isinstance(value, int | float) and value > MAX_NUMBER:
+            raise ValueError(f"Input should be less than or equal to {MAX_NUMBER}")
+        if isinstance(value, str) and value.startswith("~") and Path in types:
+            return _expand_home(value)
+        return value
+
+
+def _expand_home(path: str) -> str:
+    """Return a path that begins with `~` as an absolute path. Raises ValueError if the user has no home directory."""
+    try:
+        return str(Path(path).expanduser())
+    except RuntimeError:
+        home = path.partition("/")[0]
+        raise ValueError(f"{home} is not the home directory of a user; specify an absolute path") from None
 
 
 class Models(Section):
@@ -86,8 +116,8 @@ class Cluster(Section):
     address: str | None = None
     workers: PositiveInt = 1
     least_workers: NonNegativeInt | None = None
-    backlog_seconds: PositiveFloat = 60.0
-    idle_seconds: PositiveFloat = 300.0
+    backlog_seconds: Seconds = 60.0
+    idle_seconds: Seconds = 300.0
     gpus: NonNegativeFloat = 1.0
     cpus: NonNegativeFloat = 1.0
     shared_folder: Path | None = None
@@ -138,7 +168,7 @@ class Engine(Section):
     matmul_precision: Literal["highest", "high", "medium"] = "high"
     cudnn_benchmark: bool = True
     tune: Literal["never", "first-start"] = "never"
-    tune_seconds: PositiveFloat = 180.0
+    tune_seconds: Seconds = 180.0
     tolerance: Annotated[float, Field(ge=0, le=1)] = 0.001
     cache_folder: Path | None = None
 

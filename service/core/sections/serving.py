@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from service.core.sections.computing import Overlap, Section
+from service.core.sections.computing import Hours, Overlap, Seconds, Section
 
 # Pattern for the names of API keys, which appear in logs and metrics.
 KEY_NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}"
@@ -49,8 +49,8 @@ class Limits(Section):
     scratch_bytes: PositiveInt = 64 * 2**30
     waiting: NonNegativeInt = 16
     at_once: PositiveInt = 16
-    read_seconds: PositiveFloat = 60.0
-    request_seconds: PositiveFloat = 3600.0
+    read_seconds: Seconds = 60.0
+    request_seconds: Seconds = 3600.0
     bytes_per_second: PositiveInt = 4096
 
 
@@ -115,7 +115,7 @@ class Jobs(Section):
 
     folder: Path | Literal["temporary"] | None = None
     quota_bytes: PositiveInt = 64 * 2**30
-    keep_hours: PositiveFloat = 168.0
+    keep_hours: Hours = 168.0
     attempts: PositiveInt = 3
     stacks_bytes: PositiveInt = 16 * 2**30
 
@@ -181,9 +181,9 @@ class Server(Section):
     ssl_keyfile: Path | None = None
     ssl_certfile: Path | None = None
     scratch_folder: Path | None = None
-    drain_seconds: PositiveFloat = 30.0
+    drain_seconds: Seconds = 30.0
     connections: PositiveInt = 1000
-    keep_alive_seconds: PositiveFloat = 75.0
+    keep_alive_seconds: Seconds = 75.0
     mcp: bool = False
 
     @model_validator(mode="after")
@@ -234,8 +234,8 @@ class Watchdog(Section):
     grace_seconds  additional time after which the process exits, so that its supervisor can restart it
     """
 
-    batch_seconds: PositiveFloat = 300.0
-    grace_seconds: PositiveFloat = 60.0
+    batch_seconds: Seconds = 300.0
+    grace_seconds: Seconds = 60.0
 
 
 class Logging(Section):

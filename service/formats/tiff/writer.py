@@ -166,11 +166,14 @@ def _remove_control_characters(provenance: Mapping[str, str]) -> dict[str, str]:
     return {name: "".join(filter(str.isprintable, value)) for name, value in provenance.items()}
 
 
-def _make_uuid(provenance: Mapping[str, str]) -> uuid.UUID:
-    """Return a random identifier, or the same one whenever the same objects of a stored result are selected."""
-    if "filter" not in provenance:
+def _make_uuid(layout: _FileLayout, provenance: Mapping[str, str]) -> uuid.UUID:
+    """Return a random identifier, or one that is determined by the source if that is known.
+
+    A result that is computed or filtered again has the same ETag, and therefore must have the same bytes.
+    """
+    if provenance.keys().isdisjoint({"filter", "source_blake3"}):
         return uuid.uuid4()
-    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps(dict(provenance), sort_keys=True))
+    return uuid.uuid5(uuid.NAMESPACE_OID, json.dumps([layout.kind, layout.shape, dict(provenance)], sort_keys=True))
 
 
 def _make_ome_metadata(layout: _FileLayout, provenance: Mapping[str, str]) -> dict[str, object]:
@@ -178,7 +181,7 @@ def _make_ome_metadata(layout: _FileLayout, provenance: Mapping[str, str]) -> di
     # XML cannot represent control characters.
     channel_names = ["".join(filter(str.isprintable, name)) for name in layout.channel_names]
     metadata: dict[str, object] = {
-        "UUID": str(_make_uuid(provenance)),
+        "UUID": str(_make_uuid(layout, provenance)),
         "Creator": "StackSeg",
         "axes": layout.axes,
         "Name": layout.kind,

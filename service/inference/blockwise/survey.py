@@ -104,7 +104,7 @@ def merge_counts(run: OpenRun, runner: ModelRunner, round_number: int) -> dict[s
             *describe_replaced_pixels(int(counts.nonfinite_counts.sum())),
             *_describe_limited_pixels(counts, scalings),
             *(plan_with_diameter.diameter_notes if diameter_estimate is None else (diameter_estimate.note,)),
-            *describe_resampling(plan.size, plan.layout.size, runner.spec, plan.diameter),
+            *describe_resampling(volume, plan.layout.size, runner.spec, plan.diameter),
             *skip_result.notes,
             *stack.list_notes(plan.selection),
         )

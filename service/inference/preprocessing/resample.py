@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -118,10 +118,10 @@ def prepare_tensor(volume: Volume, spec: ModelSpec) -> Tensor:
 def resample_image(image: NormalizedImage, volume: Volume, spec: ModelSpec, diameter: Diameter | None) -> PreparedImage:
     """Resample the image to the grid of the network. Raises the same errors as `compute_working_size`."""
     source_size, target_size = as_size(volume.shape[1:]), compute_working_size(volume, spec, diameter)
-    notes = describe_resampling(source_size, target_size, spec, diameter)
+    notes = describe_resampling(volume, target_size, spec, diameter)
     kinds = _choose_interpolation(volume, spec, "cubic" if spec.input.resampling == "nnunet" else "linear")
     resampling = Resampling(source_size, target_size, kinds)
-    if not notes:
+    if source_size == target_size:
         return PreparedImage(image, notes)
     limits = image.find_limits() if "cubic" in kinds else ()
     return PreparedImage(ResampledImage(image, resampling, limits=limits), notes)
@@ -161,14 +161,35 @@ def _choose_interpolation(volume: Extent, spec: ModelSpec, kind: InterpolationKi
 
 
 def describe_resampling(
-    source_size: Size, target_size: Size, spec: ModelSpec, diameter: Diameter | None
+    volume: Extent, target_size: Size, spec: ModelSpec, diameter: Diameter | None
 ) -> tuple[str, ...]:
-    """Return a note about the resampling for the user; empty if the sizes are equal."""
+    """Return notes for the user about the resampling, if the size changes, and about the diameter."""
+    limit_notes, source_size = tuple(_explain_limits(volume, spec, diameter)), as_size(volume.shape[1:])
     if source_size == target_size:
-        return ()
+        return limit_notes
     reason = "the model's voxel size" if diameter is None else f"an object diameter of {spec.input.diameter:g} voxels"
     source, target = (" x ".join(map(str, size)) for size in (source_size, target_size))
-    return (f"Resampled from {source} to {target} voxels to match {reason}.",)
+    return (f"Resampled from {source} to {target} voxels to match {reason}.", *limit_notes)
+
+
+def _explain_limits(volume: Extent, spec: ModelSpec, diameter: Diameter | None) -> Iterator[str]:
+    """Yield notes about a diameter that is applied only in part."""
+    lengths = None if diameter is None else diameter.to_voxels(volume.voxel_size)
+    if diameter is None or lengths is None:
+        return
+    sizes = zip(lengths[1:], volume.shape[2:], spec.input.roi_size[1:], strict=True)
+    if not isinstance(spec.decoding, Flows) and all(length > max(size, window) for length, size, window in sizes):
+        yield (
+            f"An object diameter of {diameter} is larger than the stack, which is not made smaller than a window. Check"
+            " the diameter and the voxel size."
+        )
+    if len(diameter.lengths) == 1 and volume.voxel_size is not None and volume.voxel_size.is_anisotropy_limited:
+        ratio = volume.voxel_size.z / volume.voxel_size.pixel_size
+        yield (
+            f"The planes are {ratio:.3g} times as far apart as the pixels, and objects are assumed to be"
+            f" {lengths[0] * volume.voxel_size.z:.3g} um deep, so that they span {lengths[0]:.3g} planes. Check the"
+            " voxel size, or set the diameter along Z,Y,X."
+        )
 
 
 def resample_segmentation(segmentation: Segmentation, size: Size, minimum_size: int = 0) -> Segmentation:

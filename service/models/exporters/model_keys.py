@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
-from service.models.documents import MAX_BYTES
+from service.core.files.documents import MAX_BYTES
 from service.models.spec import ModelSpec
 
 NAME = "stackseg"

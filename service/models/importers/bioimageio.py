@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from service.core.errors import UnsupportedPackage
+from service.core.files.documents import MAX_BYTES
 from service.core.types import Array
 from service.models.architectures.build import ARCHITECTURES
-from service.models.documents import MAX_BYTES
 from service.models.exporters.bioimageio_processing import make_preprocessing
 from service.models.exporters.model_keys import NAME as CONFIG_KEY
 from service.models.exporters.model_keys import read_model_keys

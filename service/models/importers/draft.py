@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from service.core.errors import UnsupportedPackage
+from service.core.files.documents import read_document
 from service.core.types import Array
-from service.models.documents import read_document
 from service.models.spec import DOI_PATTERN, URL_PATTERN
 
 WeightsKind = Literal["state dict", "torchscript", "exported", "onnx"]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,25 @@ def test_total_memory_respects_the_container_limit(tmp_path: Path) -> None:
     assert host.query_total_memory(tmp_path) == 1000000
     (tmp_path / "memory.max").write_text("max\n")
     assert host.query_total_memory(tmp_path) == host.query_total_memory(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(("error", "status"), [("KeyboardInterrupt", 130), ("SystemExit(143)", 143), ("OSError", 1)])
+def test_process_exits_without_finalization(error: str, status: int) -> None:
+    """A daemon thread in native code would abort the process."""
+    code = f"""
+from service.core.hardware import host
+class Finalized:
+    def __del__(self):
+        print("finalized")
+finalized = Finalized()
+try:
+    try:
+        print("partial report")
+        raise {error}
+    finally:
+        host.skip_finalization()
+except BaseException:
+    raise SystemExit(0)
+"""
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stdout) == (status, "partial report\n")

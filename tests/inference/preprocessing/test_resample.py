@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -64,6 +65,23 @@ def test_no_axis_becomes_shorter_than_the_window(bands):
     assert compute_working_size(volume, spec, Diameter((20,), "px")) == (4, 8, 20)
     assert compute_working_size(volume, spec, Diameter((160,), "px")) == (4, 8, 8)
     assert compute_working_size(volume, spec, Diameter((5,), "px")) == (8, 24, 80)
+
+
+@pytest.mark.parametrize(
+    ("diameter", "voxel_size", "words"),
+    [
+        (Diameter((45,), "px"), None, "45px is larger than the stack"),
+        (Diameter((39,), "px"), None, ""),
+        (Diameter((1.8,), "um"), VoxelSize(2, 0.1, 0.1), "20 times as far .* 6 um deep, so that they span 3 planes"),
+        (Diameter((2, 1.8, 1.8), "um"), VoxelSize(2, 0.1, 0.1), ""),
+        (Diameter((1.8,), "um"), VoxelSize(0.6, 0.1, 0.1), ""),
+    ],
+)
+def test_diameter_that_is_applied_only_in_part_is_noted(bands, diameter, voxel_size, words):
+    spec = replace_input(bands, diameter=10.0, roi_size=(8, 8, 8))
+    volume = Volume.from_array(make_pixels("uint16", (4, 12, 40))[None], voxel_size)
+    _resampling_note, *notes = prepare(volume, spec, diameter).notes
+    assert [bool(re.search(words, note)) for note in notes] == [True] * bool(words)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from service.core.errors import UnsupportedPackage
-from service.models.documents import MAX_BYTES
+from service.core.files.documents import MAX_BYTES
 from service.models.exporters.model_keys import make_model_keys, parse_model_keys
 from service.models.spec import ModelSpec
 

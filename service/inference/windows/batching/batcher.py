@@ -80,13 +80,12 @@ class WindowBatcher:
         self._lock = threading.Lock()
         self._work_available = threading.Condition(self._lock)
         self._ordered_blender = OrderedBlender(self._lock)
-        # Number of threads that wait for work and have not been woken.
-        self._num_idle_threads = 0
         self._requests: list[WindowRequest] = []
         self._calls: deque[Callable[[], None]] = deque()
         self._calling_thread_index: int | None = None  # index of the thread that is running a call
         self._is_closed = False
-        self._batch_count = 0
+        # Number of threads that wait for work and have not been woken, and of batches.
+        self._num_idle_threads = self._batch_count = 0
         # Unfinished batches by number.
         self._batches: dict[int, RunningBatch] = {}
         # Launched batches in launch order, and the time at which the latest batch finished.
@@ -334,7 +333,8 @@ def open_batcher(settings: Settings) -> Iterator[WindowBatcher]:
         yield batcher
     finally:
         batcher.close()
-        batcher.join(CLOSE_TIMEOUT_SECONDS)
+        if not batcher.join(CLOSE_TIMEOUT_SECONDS):
+            host.skip_finalization()
 
 
 def make_batcher(settings: Settings, device: torch.device, *, uses_host_memory: bool) -> WindowBatcher:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from service.core.errors import UnsupportedPackage
+from service.core.files.documents import MAX_CHARACTERS
 from service.models.architectures.build import ARCHITECTURES
-from service.models.documents import MAX_CHARACTERS
 from service.models.importers.draft import (
     Draft,
     Fields,

@@ -1,8 +1,9 @@
-"""Read untrusted YAML and JSON files with limits on their size."""
+"""Read untrusted YAML and JSON files with limits on their size, and YAML settings that people write."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,6 +15,16 @@ MAX_BYTES = 2**20
 MAX_CHARACTERS = 2**22
 # Maximum length of a single value. Very long numbers are slow to parse.
 MAX_SCALAR_CHARACTERS = 2**16
+# Values of YAML 1.2 by the characters that they begin with. PyYAML follows YAML 1.1, in which `off` is false, `0100` is
+# 64, `1:30` is 90, and `1e9` is text.
+_PLAIN_VALUES = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)", "-+.0123456789"),
+    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
+    ("merge", r"<<", "<"),
+)
 
 
 def read_document(path: Path) -> Any:
@@ -36,7 +47,7 @@ def read_document(path: Path) -> Any:
         raise ValueError("the content is nested too deeply") from error
 
 
-class _Loader(yaml.SafeLoader):
+class _DocumentLoader(yaml.SafeLoader):
     """A loader of plain values, which reads Python's tuples as lists. Training programs often write tuples."""
 
     yaml_constructors: ClassVar[dict[str | None, Any]] = {
@@ -45,13 +56,44 @@ class _Loader(yaml.SafeLoader):
     }
 
 
+class _SettingsLoader(yaml.SafeLoader):
+    """A loader of the plain values of YAML 1.2."""
+
+
+_SettingsLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first_characters in _PLAIN_VALUES:
+    _SettingsLoader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first_characters)
+    )
+
+
+def parse_yaml(text: str) -> Any:
+    """Parse trusted YAML. Raises ValueError if it is invalid or contains a key twice."""
+    loader = None
+    try:
+        loader = _SettingsLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_unique_keys(node)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("the content is nested too deeply") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
 def _read_yaml(text: str) -> Any:
-    loader = _Loader(text)
+    loader = _DocumentLoader(text)
     try:
         node = loader.get_single_node()
         if node is None:
             return None
         _check_size(node)
+        _check_unique_keys(node)
         return loader.construct_document(node)
     finally:
         loader.dispose()
@@ -74,3 +116,27 @@ def _check_size(node: yaml.Node) -> None:
             nodes.extend(node.value)
         elif isinstance(node, yaml.MappingNode):
             nodes.extend(item for pair in node.value for item in pair)
+
+
+def _check_unique_keys(root: yaml.Node) -> None:
+    """Raise `yaml.YAMLError` if a mapping contains a key twice. PyYAML would ignore all values except the last."""
+    nodes, visited = [root], set()
+    while nodes:
+        node = nodes.pop()
+        if id(node) in visited or not isinstance(node, yaml.CollectionNode):
+            continue
+        visited.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes.extend(node.value)
+            continue
+        keys: set[tuple[str, str]] = set()
+        for key, value in node.value:
+            nodes += (key, value)
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in keys:
+                raise yaml.MarkedYAMLError(
+                    problem=f"found the key {key.value!r} twice in one mapping; merge the two entries",
+                    problem_mark=key.start_mark,
+                )
+            keys.add((key.tag, key.value))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from service.models.documents import MAX_BYTES, read_document
+from service.core.files.documents import MAX_BYTES, parse_yaml, read_document
 
 LAUGHS = "\n".join(["a0: &a0 [lol, lol]", *(f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}*a{n - 1}]" for n in range(1, 12))])
 MERGES = "\n".join(["a0: &a0 {x: 1}", *(f"a{n}: &a{n} {{<<: [{f'*a{n - 1}, ' * 9}*a{n - 1}]}}" for n in range(1, 12))])
@@ -51,3 +53,50 @@ def test_common_yaml_features_are_supported(tmp_path: Path) -> None:
     assert content["c"] == {"x": 0, "y": [2, "three"]}
     (tmp_path / "empty.yaml").write_text("")
     assert read_document(tmp_path / "empty.yaml") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("yes", "yes"),
+        ("True", True),
+        ("", None),
+        ("~", None),
+        ("0", 0),
+        ("-12", -12),
+        ("0100", "0100"),
+        ("1:30", "1:30"),
+        ("1:30.5", "1:30.5"),
+        ("2024-01-01", "2024-01-01"),
+        ("1e9", 1e9),
+        ("1.", 1.0),
+        ("-.5E-3", -0.0005),
+        ("-.inf", -math.inf),
+        ("{<<: {a: 1}, b: 2}", {"a": 1, "b": 2}),
+    ],
+)
+def test_plain_values_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    parsed = parse_yaml(text)
+    assert (parsed, type(parsed)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "found the key 'a' twice"),
+        ("a:\n- {b: 1, b: 2}\n", "found the key 'b' twice"),
+        ("[" * 5000, "nested too deeply"),
+        ("9" * 5000, "digits"),
+        ("a: [", "expected the node content"),
+    ],
+)
+def test_invalid_text_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_yaml(text)
+
+
+def test_model_file_with_a_repeated_key_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text("name: a\nname: b\n")
+    with pytest.raises(ValueError, match="found the key 'name' twice"):
+        read_document(tmp_path / "model.yaml")
