@@ -439,16 +439,15 @@ def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -
     )
 
 
-def test_random_corrections_are_undone_redone_and_restored(nuclei: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(nuclei)
+def test_random_corrections_are_undone_redone_and_restored(module_page: Page) -> None:
     for seed in range(3):
-        outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
+        outcome = module_page.evaluate(CHECK_PROPERTIES, [seed, 60])
         assert outcome["failures"] == [], seed
         assert outcome["kinds"] == ["add", "delete", "erase", "fill", "merge", "paint", "split"], seed
 
 
-def test_corrections_of_a_large_stack_are_immediate(nuclei: LiveServer, open_page: OpenPage) -> None:
-    times = open_page(nuclei).evaluate(MEASURE_SPEED)
+def test_corrections_of_a_large_stack_are_immediate(module_page: Page) -> None:
+    times = module_page.evaluate(MEASURE_SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
     assert max(times.values()) < MAX_CORRECTION_MILLISECONDS
 
@@ -461,8 +460,8 @@ def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_
     assert outcome["pausedText"] == "The image was reloaded. Your changes are saved.Continue"
 
 
-def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open_page: OpenPage) -> None:
-    text = open_page(nuclei).evaluate(
+def test_labels_too_large_for_the_browser_are_explained(module_page: Page) -> None:
+    text = module_page.evaluate(
         """async () => {
           const { CorrectView } = await import("/page/correct/correct_view.js");
           const fullShape = [400, 1998, 1998];
