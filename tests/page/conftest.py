@@ -33,7 +33,10 @@ def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     models = {"serve": ("nuclei", "membranes"), "load": ("nuclei",)}
     annotations = {"folder": tmp_path_factory.mktemp("annotations")}
     jobs = {"folder": tmp_path_factory.mktemp("jobs")}
-    with serve(eager_settings(ROOT / "models", models=models, annotations=annotations, jobs=jobs)) as live:
+    # Several modules segment the same parts of the samples.
+    limits = {"cache_bytes": 2**28}
+    settings = eager_settings(ROOT / "models", models=models, annotations=annotations, jobs=jobs, limits=limits)
+    with serve(settings) as live:
         yield live
 
 

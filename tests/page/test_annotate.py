@@ -322,7 +322,7 @@ def test_suggested_objects_are_accepted_by_click(nuclei: LiveServer, stack: str,
 
 
 def test_objects_are_deleted_by_size_confidence_and_border(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:
-    job = nuclei.run(b"", stack=stack, measurements="zip")
+    job = nuclei.run(b"", stack=stack, diameter="none", measurements="zip")
     page = open_page(nuclei, accept_downloads=True)
     page.goto(f"/#job={job['id']}")
     open_correct_tab(page)

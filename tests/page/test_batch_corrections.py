@@ -21,6 +21,7 @@ FILTERS_STORAGE_KEY = "stackseg-filters"
 
 def segment_batch(page: Page, files: dict[str, bytes]) -> None:
     page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name=f"Segment {len(files)} stacks").click()
     expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(len(files))
 
@@ -180,7 +181,7 @@ def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: L
 
 
 def test_advice_that_was_followed_in_the_viewer_is_not_repeated(nuclei: LiveServer, open_page: OpenPage) -> None:
-    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:40, 24:88, 24:88])
+    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
     page = open_page(nuclei)
     files = {"broken.tif": membranes[:5000], "cells.tif": membranes}
     page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
