@@ -36,8 +36,10 @@ COPY_BOX = """async ([stack, parameters, start, shape]) => {
 
 
 def open_gallery(page: Page, content: bytes) -> None:
+    """Open the gallery for a stack that is segmented at its original resolution."""
     choose_file(page, content)
     expect(page.get_by_role("button", name="Segment", exact=True)).to_be_enabled()
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name="Compare the models").click()
 
 
@@ -58,7 +60,7 @@ def test_models_are_tried_on_the_stack_and_one_segments_it(nuclei: LiveServer, o
     status = page.get_by_role("dialog").get_by_role("status")
     confidences = {}
     for model in ("nuclei", "membranes"):
-        response = nuclei.post("/segment", content, model=model)
+        response = nuclei.post("/segment", content, model=model, diameter="none")
         count, confidence = (response.headers[f"X-StackSeg-{name}"] for name in ("Objects", "Confidence"))
         text = f"{count} object{'s' * (count != '1')}, confidence {round(100 * float(confidence))}%"
         expect(find_card(page, model)).to_contain_text(text)
