@@ -21,7 +21,7 @@ expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if CHROMIUM_PATH is None:
-        pytest.skip("Chromium is not installed. Install it with: apt-get install chromium")
+        pytest.skip("Chromium is not installed. Install it with: apt-get install chromium-headless-shell")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM_PATH, args=CHROMIUM_ARGUMENTS)
         yield chromium
