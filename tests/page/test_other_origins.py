@@ -220,5 +220,5 @@ def test_link_with_a_path_as_id_leads_to_no_other_resource(fake: LiveServer, ope
         with page.expect_response(lambda response: "x%2F..%2F..%2Fmodels%2Freload" in response.url):
             page.goto(f"/#{kind}=x/../../models/reload?,y")
         expect(page.locator("#problem")).to_be_visible()
-        page.wait_for_function("!document.body.classList.contains('busy')")
+        expect(page.locator("body")).not_to_have_class("busy")
         assert not any(path.startswith("/models/") for path in paths), kind
