@@ -34,12 +34,14 @@ kernels: $(STAMP)run ## compile the C++ kernels for this processor if their sour
 	@$(BIN)/python hatch_build.py
 
 # Many tests wait for servers, so running two tests in parallel takes little longer than one. The tests of a module share
-# servers. With the passive wait policy, idle OpenMP threads do not block the CPU for other processes. Without cached
-# bytecode, every worker would rewrite the assertions of all test modules at every start.
+# servers, and so do the modules of the web UI if they are not reordered. With the passive wait policy, idle OpenMP threads
+# do not block the CPU for other processes. Without cached bytecode, every worker would rewrite the assertions of all test
+# modules at every start.
 .PHONY: test
 test: lint ## run lint and all tests (PYTEST_ARGS="-k windows", --cov, or -n 0 to run one test at a time)
 	$(BIN)/python hatch_build.py --all
-	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/pytest -n auto --maxprocesses 4 --dist loadscope \
+	  --no-loadscope-reorder $(PYTEST_ARGS)
 
 .PHONY: test-all
 test-all: $(STAMP)ray test ## run all tests, including thorough ones, and inject random faults for CHAOS_MINUTES=2 (10 for a release)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 expect.set_options(timeout=1000 * TIMEOUT_SECONDS)
 
 
-# Playwright runs an event loop in this thread. Stop it after each module, because other tests start their own loops.
-@pytest.fixture(scope="module")
+# Playwright runs an event loop in this thread. Stop it after these tests, because other tests start their own loops.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if CHROMIUM_PATH is None:
-        pytest.skip("Chromium is not installed. Install it with: apt-get install chromium")
+        pytest.skip("Chromium is not installed. Install it with: apt-get install chromium-headless-shell")
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=CHROMIUM_PATH, args=CHROMIUM_ARGUMENTS)
         yield chromium
@@ -32,7 +33,10 @@ def nuclei(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     models = {"serve": ("nuclei", "membranes"), "load": ("nuclei",)}
     annotations = {"folder": tmp_path_factory.mktemp("annotations")}
     jobs = {"folder": tmp_path_factory.mktemp("jobs")}
-    with serve(eager_settings(ROOT / "models", models=models, annotations=annotations, jobs=jobs)) as live:
+    # Several modules segment the same parts of the samples.
+    limits = {"cache_bytes": 2**28}
+    settings = eager_settings(ROOT / "models", models=models, annotations=annotations, jobs=jobs, limits=limits)
+    with serve(settings) as live:
         yield live
 
 
@@ -44,9 +48,25 @@ def fake(bands_repository: Path) -> Iterator[LiveServer]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Return a function that opens the web UI of a service.
+    """A function that opens the web UI of a service in a new browser context."""
+    with open_contexts(browser) as open_web_ui:
+        yield open_web_ui
 
-    After the test, assert that there were no errors, requests to other hosts or violations of the security policy.
+
+@pytest.fixture(scope="package")
+def module_page(browser: Browser, fake: LiveServer) -> Iterator[Page]:
+    """The start page of the web UI, for tests that only call functions of its modules. Do not change it."""
+    with open_contexts(browser) as open_web_ui:
+        page = open_web_ui(fake)
+        page.locator("#file").wait_for(state="attached")
+        yield page
+
+
+@contextmanager
+def open_contexts(browser: Browser) -> Iterator[OpenPage]:
+    """Yield a function that opens the web UI of a service in a new browser context, and close the contexts at the end.
+
+    Assert that there were no errors, requests to other hosts or violations of the security policy.
     """
     errors: list[str] = []
     contexts = []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from browsing import OpenPage
-from live import LiveServer
-from playwright.sync_api import expect
+from playwright.sync_api import Page
 
 from service.core.quantities import Diameter
 from service.inference.diameter.advice import Correction
@@ -49,9 +47,7 @@ EMPTY = make_job("empty", None, "model=membranes") | {"objects": 0}
 NOT_TRIED = CUSTOM | {"doubt": {"try": "diameter=4px"}}
 
 
-def test_tried_suggestions_and_better_results_are_found(fake: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(fake)
-    expect(page.locator("#file")).to_be_attached()
+def test_tried_suggestions_and_better_results_are_found(module_page: Page) -> None:
     expected = [
         (CUSTOM, ["estimated", None]),
         (ESTIMATED, [None, "custom"]),
@@ -61,18 +57,16 @@ def test_tried_suggestions_and_better_results_are_found(fake: LiveServer, open_p
         (NOT_TRIED, [None, None]),
     ]
     results = [ESTIMATED, CUSTOM, OTHER_CHANNEL, MEMBRANES, EMPTY]
-    assert page.evaluate(ADVISE, [[job for job, _ in expected], results]) == [advice for _, advice in expected]
+    assert module_page.evaluate(ADVISE, [[job for job, _ in expected], results]) == [advice for _, advice in expected]
 
 
 def test_note_about_a_replaced_diameter_is_always_shown_and_can_be_reverted(
-    fake: LiveServer, open_page: OpenPage
+    module_page: Page,
 ) -> None:
-    page = open_page(fake)
-    expect(page.locator("#file")).to_be_attached()
     correction = Correction(Diameter((4.0, 18.0, 18.0), "px"), is_for_flat=True)
     note = correction.make_note(Diameter((18.0,), "px"), (18.0, 18.0, 18.0), 0.65)
     job = make_job("flat", 0.7, "", "4,18,18px; estimated", diameter="18px")
-    texts, parameters = page.evaluate(SHOW_CORRECTION, job | {"warnings": [note, "one", "two", "three"]})
+    texts, parameters = module_page.evaluate(SHOW_CORRECTION, job | {"warnings": [note, "one", "two", "three"]})
     assert parameters == {"diameter": "18,18,18px"}
     assert len(texts) == 2
     assert "specified object diameter, 18 voxels, cannot be their depth" in texts[0]

@@ -154,8 +154,8 @@ def test_empty_stack_is_annotated_in_a_few_planes(nuclei: LiveServer, stack: str
     nuclei.client.delete(f"/annotations/{annotation['id']}")
 
 
-def test_opened_annotations_have_the_stored_regions(nuclei: LiveServer, open_page: OpenPage) -> None:
-    assert open_page(nuclei).evaluate(REOPEN_REGIONS) == []
+def test_opened_annotations_have_the_stored_regions(module_page: Page) -> None:
+    assert module_page.evaluate(REOPEN_REGIONS) == []
 
 
 def continue_in_another_browser(live: LiveServer, open_page: OpenPage, labels: NDArray[Any]) -> None:
@@ -322,7 +322,7 @@ def test_suggested_objects_are_accepted_by_click(nuclei: LiveServer, stack: str,
 
 
 def test_objects_are_deleted_by_size_confidence_and_border(nuclei: LiveServer, stack: str, open_page: OpenPage) -> None:
-    job = nuclei.run(b"", stack=stack, measurements="zip")
+    job = nuclei.run(b"", stack=stack, diameter="none", measurements="zip")
     page = open_page(nuclei, accept_downloads=True)
     page.goto(f"/#job={job['id']}")
     open_correct_tab(page)

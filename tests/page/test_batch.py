@@ -40,8 +40,7 @@ def find_row(page: Page, name: str) -> Locator:
     return page.locator(".batch-list > li").filter(has=page.get_by_text(name, exact=True))
 
 
-def test_shared_diameter_is_the_median_of_the_estimates(fake: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(fake)
+def test_shared_diameter_is_the_median_of_the_estimates(module_page: Page) -> None:
     size = {"z": 1.0, "y": 0.5, "x": 0.5}
 
     def find(*stacks: tuple[str, object]) -> str:
@@ -49,7 +48,7 @@ def test_shared_diameter_is_the_median_of_the_estimates(fake: LiveServer, open_p
             {"report": {"state": "done", "diameter": diameter}, "inspection": {"file": {"voxel_size": voxel_size}}}
             for diameter, voxel_size in stacks
         ]
-        return str(page.evaluate(FIND_SHARED_DIAMETER, [*entries, {"report": None, "inspection": None}]))
+        return str(module_page.evaluate(FIND_SHARED_DIAMETER, [*entries, {"report": None, "inspection": None}]))
 
     estimates = [("10,18,18px; estimated", size), ("20px; estimated", size), ("14,32,32px; estimated", size)]
     # The second diameter has one length: 10 um along all axes.

@@ -21,6 +21,7 @@ FILTERS_STORAGE_KEY = "stackseg-filters"
 
 def segment_batch(page: Page, files: dict[str, bytes]) -> None:
     page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name=f"Segment {len(files)} stacks").click()
     expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(len(files))
 
@@ -158,6 +159,7 @@ def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: L
     page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
     rows = page.locator(".batch-list > li")
     expect(page.get_by_role("button", name="Annotate by hand")).to_be_hidden()
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name="Segment 1 stack").click()
     advice = page.get_by_role("button", name="Try the model membranes: cells.tif")
     advice.click()
@@ -180,10 +182,11 @@ def test_advice_is_followed_for_one_stack_and_a_broken_file_is_removed(nuclei: L
 
 
 def test_advice_that_was_followed_in_the_viewer_is_not_repeated(nuclei: LiveServer, open_page: OpenPage) -> None:
-    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:40, 24:88, 24:88])
+    membranes = as_tiff(tifffile.imread(ROOT / "models" / "membranes" / "sample.tif")[8:48, 24:88, 24:88])
     page = open_page(nuclei)
     files = {"broken.tif": membranes[:5000], "cells.tif": membranes}
     page.set_input_files("#file", [{"name": name, "mimeType": "", "buffer": data} for name, data in files.items()])
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name="Segment 1 stack").click()
     row = page.locator(".batch-list > li").last
     expect(page.get_by_role("button", name="Try the model membranes: cells.tif")).to_be_visible()

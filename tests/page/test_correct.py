@@ -94,7 +94,7 @@ class Result(NamedTuple):
 def result(nuclei: LiveServer) -> Result:
     sample = tifffile.imread(ROOT / "models" / "nuclei" / "sample.tif")[12:36, 60:140, 40:120]
     stack = nuclei.post("/stacks", as_tiff(sample)).json()["id"]
-    job = nuclei.run(b"", stack=stack, measurements="zip")
+    job = nuclei.run(b"", stack=stack, diameter="none", measurements="zip")
     labels = np.load(io.BytesIO(nuclei.result(job, Accept="application/x-npy").content))
     return Result(nuclei, stack, job["id"], labels, Volume.from_array(sample[None]))
 
@@ -337,7 +337,7 @@ def test_annotated_stack_from_another_browser_is_shown(result: Result, open_page
 
 
 def test_corrections_remain_after_their_result_is_deleted(result: Result, open_page: OpenPage) -> None:
-    job = result.live.run(b"", stack=result.stack, measurements="zip")["id"]
+    job = result.live.run(b"", stack=result.stack, diameter="none", measurements="zip")["id"]
     page, labels = open_corrections(result._replace(job=job), open_page), result.labels
     deleted_ids = sort_ids_by_size(labels)[:2]
     page.get_by_role("button", name="Delete", exact=True).click()
@@ -366,7 +366,7 @@ def test_corrections_remain_after_their_result_is_deleted(result: Result, open_p
 
 def test_results_are_compared_with_and_without_corrections(result: Result, open_page: OpenPage) -> None:
     page, labels = open_result(result, open_page), result.labels
-    other_job = result.live.run(b"", stack=result.stack)["id"]
+    other_job = result.live.run(b"", stack=result.stack, diameter="none")["id"]
     page.evaluate(REMEMBER_JOB, {"job": other_job, "stack": result.stack, "objects": len(sort_ids_by_size(labels))})
     open_correct_tab(page)
     page.get_by_role("button", name="Delete", exact=True).click()
@@ -439,16 +439,15 @@ def test_all_tools_work_with_the_keyboard(result: Result, open_page: OpenPage) -
     )
 
 
-def test_random_corrections_are_undone_redone_and_restored(nuclei: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(nuclei)
+def test_random_corrections_are_undone_redone_and_restored(module_page: Page) -> None:
     for seed in range(3):
-        outcome = page.evaluate(CHECK_PROPERTIES, [seed, 60])
+        outcome = module_page.evaluate(CHECK_PROPERTIES, [seed, 60])
         assert outcome["failures"] == [], seed
         assert outcome["kinds"] == ["add", "delete", "erase", "fill", "merge", "paint", "split"], seed
 
 
-def test_corrections_of_a_large_stack_are_immediate(nuclei: LiveServer, open_page: OpenPage) -> None:
-    times = open_page(nuclei).evaluate(MEASURE_SPEED)
+def test_corrections_of_a_large_stack_are_immediate(module_page: Page) -> None:
+    times = module_page.evaluate(MEASURE_SPEED)
     print({name: f"{milliseconds:.1f} ms" for name, milliseconds in times.items()})
     assert max(times.values()) < MAX_CORRECTION_MILLISECONDS
 
@@ -461,8 +460,8 @@ def test_subsampled_result_is_corrected_at_full_resolution(result: Result, open_
     assert outcome["pausedText"] == "The image was reloaded. Your changes are saved.Continue"
 
 
-def test_labels_too_large_for_the_browser_are_explained(nuclei: LiveServer, open_page: OpenPage) -> None:
-    text = open_page(nuclei).evaluate(
+def test_labels_too_large_for_the_browser_are_explained(module_page: Page) -> None:
+    text = module_page.evaluate(
         """async () => {
           const { CorrectView } = await import("/page/correct/correct_view.js");
           const fullShape = [400, 1998, 1998];

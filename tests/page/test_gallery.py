@@ -36,8 +36,10 @@ COPY_BOX = """async ([stack, parameters, start, shape]) => {
 
 
 def open_gallery(page: Page, content: bytes) -> None:
+    """Open the gallery for a stack that is segmented at its original resolution."""
     choose_file(page, content)
     expect(page.get_by_role("button", name="Segment", exact=True)).to_be_enabled()
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name="Compare the models").click()
 
 
@@ -58,7 +60,7 @@ def test_models_are_tried_on_the_stack_and_one_segments_it(nuclei: LiveServer, o
     status = page.get_by_role("dialog").get_by_role("status")
     confidences = {}
     for model in ("nuclei", "membranes"):
-        response = nuclei.post("/segment", content, model=model)
+        response = nuclei.post("/segment", content, model=model, diameter="none")
         count, confidence = (response.headers[f"X-StackSeg-{name}"] for name in ("Objects", "Confidence"))
         text = f"{count} object{'s' * (count != '1')}, confidence {round(100 * float(confidence))}%"
         expect(find_card(page, model)).to_contain_text(text)
@@ -124,12 +126,11 @@ def test_failed_trial_does_not_stop_the_others_and_a_trial_can_be_canceled(
         expect(page.get_by_role("dialog")).to_contain_text("Open a stack to try the models on it.")
 
 
-def test_part_is_as_large_as_possible_and_around_the_center(fake: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(fake)
+def test_part_is_as_large_as_possible_and_around_the_center(module_page: Page) -> None:
     shapes = [(5, 40, 60), (26, 1116, 627), (2000, 1800, 1900), (1, 9000, 9000), (3000, 20, 30)]
     centers = [tuple(int(fraction * (length - 1)) for length in shape) for shape in shapes for fraction in (0, 0.4, 1)]
     cases = list(zip(np.repeat(shapes, 3, axis=0).tolist(), centers, strict=True))
-    for (full_shape, center), (start, shape) in zip(cases, page.evaluate(CHOOSE_BOX, cases), strict=True):
+    for (full_shape, center), (start, shape) in zip(cases, module_page.evaluate(CHOOSE_BOX, cases), strict=True):
         assert np.prod(shape) <= 4_000_000
         # One more voxel along the shortened edges would exceed the limit.
         edge = max(shape)
@@ -146,16 +147,16 @@ def test_part_is_as_large_as_possible_and_around_the_center(fake: LiveServer, op
     ("start", "shape"), [((2, 0, 0), (3, 20, 30)), ((0, 7, 3), (8, 5, 25)), ((0, 1, 22), (8, 18, 4))]
 )
 def test_part_has_the_pixels_channels_and_voxel_size_of_the_stack(
-    fake: LiveServer, open_page: OpenPage, dtype: str, start: tuple[int, ...], shape: tuple[int, ...]
+    fake: LiveServer, module_page: Page, dtype: str, start: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
     pixels: NDArray[Any] = np.random.default_rng(0).integers(0, 100, (8, 2, 20, 30)).astype(dtype)
     metadata = {"axes": "ZCYX", "Channel": {"Name": ["<a> & b", "c"]}}
     sizes = {f"PhysicalSize{axis}": size for axis, size in zip("ZYX", (0.5, 0.25, 0.2), strict=True)}
     content = as_tiff(pixels, imagej=False, ome=True, resolution=None, metadata=metadata | sizes)
-    stack, page = fake.post("/stacks", content).json()["id"], open_page(fake)
+    stack = fake.post("/stacks", content).json()["id"]
     box = tuple(slice(first, first + length) for first, length in zip(start, shape, strict=True))
     for parameters, channels in (({}, (0, 1)), ({"channel": "c"}, (1,))):
-        part = page.evaluate(COPY_BOX, [stack, parameters, start, shape])
+        part = module_page.evaluate(COPY_BOX, [stack, parameters, start, shape])
         file = fake.client.post("/inspect", params={"stack": part}).json()["file"]
         assert file["shape"][1:] == list(shape)
         assert file["dtype"] == dtype

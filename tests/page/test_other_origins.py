@@ -12,8 +12,7 @@ from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, Thread
 from pathlib import Path
 from typing import Any
 
-import pytest
-from browsing import CHROMIUM_ARGUMENTS, CHROMIUM_PATH
+from browsing import CHROMIUM_ARGUMENTS, CHROMIUM_PATH, OpenPage
 from fakes import FakeSegmenter
 from fastapi.routing import APIRoute
 from live import STACK, LiveServer, eager_settings, serve
@@ -198,26 +197,28 @@ def test_page_of_a_rebound_host_name_reads_nothing(browser: Browser, fake: LiveS
 
 
 def test_web_ui_works_behind_a_proxy_with_another_host_name(browser: Browser, bands_repository: Path) -> None:
-    settings = eager_settings(bands_repository, models={"load": "all"}, access={"hosts": ["stackseg.example"]})
+    hosts = ["stackseg.example", "renamed.example"]
+    settings = eager_settings(bands_repository, models={"load": "all"}, access={"hosts": hosts})
     with (
         serve(settings, load=FakeSegmenter) as live,  # type: ignore[arg-type]
         run_http_server(make_proxy(live.port)) as proxy_port,
     ):
         # One proxy keeps the name, the other replaces it.
-        for port in (live.port, proxy_port):
-            with open_with_names(browser, f"MAP stackseg.example 127.0.0.1:{port}") as page:
-                page.goto("http://stackseg.example")
+        names = zip(hosts, (live.port, proxy_port), strict=True)
+        with open_with_names(browser, *(f"MAP {host} 127.0.0.1:{port}" for host, port in names)) as page:
+            for host in hosts:
+                page.goto(f"http://{host}")
                 expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
                 assert page.evaluate(SEGMENT, ["/segment", list(STACK)]) == 200
 
 
-@pytest.mark.parametrize("kind", ["training", "job", "stack", "compare"])
-def test_link_with_a_path_as_id_leads_to_no_other_resource(fake: LiveServer, browser: Browser, kind: str) -> None:
-    page, paths = browser.new_page(), list[str]()
+def test_link_with_a_path_as_id_leads_to_no_other_resource(fake: LiveServer, open_page: OpenPage) -> None:
+    page, paths = open_page(fake), list[str]()
     page.on("request", lambda request: paths.append(request.url.partition(str(fake.port))[2]))
-    page.goto(f"http://{fake.host}:{fake.port}/#{kind}=x/../../models/reload?,y")
-    expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
-    page.wait_for_function("!document.body.classList.contains('busy')")
-    page.close()
-    assert not any(path.startswith("/models/") for path in paths)
-    assert any("x%2F..%2F..%2Fmodels%2Freload" in path for path in paths)
+    for kind in ("training", "job", "stack", "compare"):
+        paths.clear()
+        with page.expect_response(lambda response: "x%2F..%2F..%2Fmodels%2Freload" in response.url):
+            page.goto(f"/#{kind}=x/../../models/reload?,y")
+        expect(page.locator("#problem")).to_be_visible()
+        expect(page.locator("body")).not_to_have_class("busy")
+        assert not any(path.startswith("/models/") for path in paths), kind

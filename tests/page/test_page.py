@@ -190,6 +190,7 @@ def test_controls_fit_on_laptop_and_tablet_screens(nuclei: LiveServer, open_page
         as_tiff(pixels, metadata={"axes": "ZCYX", "spacing": 0.49945, "unit": "um"}, resolution=(1 / 0.51183,) * 2),
     )
     page.locator("#channel").select_option("0")
+    page.get_by_label("How the object diameter is determined").select_option("none")
     press_segment(page)
     expect(page.locator("#side table")).to_contain_text("Mean 1")
     expect(page.get_by_label("Voxel size along x")).to_have_value("0.51183")

@@ -40,6 +40,7 @@ def add_batch(page: Page, folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(crop(x))
     page.locator("#folder").set_input_files(folder)
+    page.get_by_label("How the object diameter is determined").select_option("none")
     page.get_by_role("button", name="Segment 2 stacks").click()
     expect(page.locator(".batch-list > li[data-phase=done]")).to_have_count(2)
     page.get_by_role("button", name="Add to a project").click()
@@ -54,7 +55,7 @@ def add_result(page: Page, live: LiveServer) -> str:
     """Segment another stack and correct it, add both to the project, and return the id of the job."""
     headers = {"Content-Type": "image/tiff", "X-Filename": MARKUP}
     stack = live.post("/stacks", crop(60), headers).json()["id"]
-    job = live.run(b"", stack=stack, measurements="zip")["id"]
+    job = live.run(b"", stack=stack, diameter="none", measurements="zip")["id"]
     labels = live.client.get(f"/jobs/{job}/result", headers={"Accept": "application/x-npy"}).content
     live.post("/annotations", labels, {"Content-Type": "application/x-npy"}, job=job, name="by hand")
     page.get_by_role("button", name="Add results").click()

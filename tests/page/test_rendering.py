@@ -33,7 +33,8 @@ def open_ball(live: LiveServer, open_page: OpenPage) -> Page:
     z, y, x = np.ogrid[:48, :48, :48]
     distances = np.sqrt((z - CENTER) ** 2 + (y - CENTER) ** 2 + (x - CENTER) ** 2)
     stack = np.where(distances < 10, 240 - 10 * distances, 20).astype(np.uint8)
-    page = open_page(live)
+    # The time that software takes for a drawing is proportional to the area of the view.
+    page = open_page(live, viewport={"width": 900, "height": 500})
     choose_file(page, as_tiff(stack, resolution=(2.0, 2.0)))
     expect(page.locator(".caption").first).to_contain_text("/ 48")
     press_segment(page)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from browsing import OpenPage
-from live import LiveServer
+from playwright.sync_api import Page
 
 # Returns the notifications of two listeners, and the first and the last state.
 OBSERVE_CHANGES = """async () => {
@@ -21,7 +20,7 @@ OBSERVE_CHANGES = """async () => {
 }"""
 
 
-def test_listeners_are_notified_only_of_changes(fake: LiveServer, open_page: OpenPage) -> None:
-    outcome = open_page(fake).evaluate(OBSERVE_CHANGES)
+def test_listeners_are_notified_only_of_changes(module_page: Page) -> None:
+    outcome = module_page.evaluate(OBSERVE_CHANGES)
     assert outcome["notifications"] == [["one"], 1, ["one", "two"]]
     assert (outcome["first"], outcome["last"]) == ({"one": 1, "two": 2}, {"one": 4, "two": 5})

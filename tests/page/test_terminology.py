@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from browsing import OpenPage
-from live import LiveServer
+from playwright.sync_api import Page
 
 from service.core.errors import UnsupportedMedia
 from service.formats.tiff import unsupported_formats
@@ -16,28 +15,28 @@ TRANSLATE = """async texts => {
 }"""
 
 
-def test_advice_about_files_names_menu_items_instead_of_commands(fake: LiveServer, open_page: OpenPage) -> None:
+def test_advice_about_files_names_menu_items_instead_of_commands(module_page: Page) -> None:
     formats = (*unsupported_formats._FORMATS, unsupported_formats._OTHER_HDF5)
     commands = re.compile(r"pip install|import \w|bfconvert|\w+\(|unzip|unxz|unzstd|tar -|`")
     messages = [f"The file has the format {name}, which is not supported. {advice}" for name, _, advice in formats]
     assert sum(commands.search(message) is not None for message in messages) > 10
-    for message, text in zip(messages, open_page(fake).evaluate(TRANSLATE, messages), strict=True):
+    for message, text in zip(messages, module_page.evaluate(TRANSLATE, messages), strict=True):
         assert commands.search(text) is None, text
         assert text.startswith(message.split(". ")[0])
         assert "Fiji" in text or commands.search(message) is None or "napari" in text or "file manager" in text
 
 
-def test_missing_libraries_are_the_task_of_the_operator(fake: LiveServer, open_page: OpenPage) -> None:
+def test_missing_libraries_are_the_task_of_the_operator(module_page: Page) -> None:
     message = (
         f"The file has the format CZI, which this installation cannot read. {unsupported_formats.FIJI_ADVICE} Or"
         " install the libraries for this format where StackSeg runs: pip install 'stackseg[vendor]'."
     )
-    (text,) = open_page(fake).evaluate(TRANSLATE, [str(UnsupportedMedia(message))])
+    (text,) = module_page.evaluate(TRANSLATE, [str(UnsupportedMedia(message))])
     assert text.endswith("Or ask the operator of this service to install the libraries for this format.")
     assert "Bio-Formats" in text
 
 
-def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, open_page: OpenPage) -> None:
+def test_sizes_and_time_points_are_counted_as_in_the_views(module_page: Page) -> None:
     messages = {
         "The stack has 48 x 192 x 160 voxels.": "The stack has 160 × 192 × 48 voxels.",
         "Its dimensions are 3 x 12 x 64 x 80 (QQYX).": "Its dimensions are 3 x 12 x 64 x 80 (QQYX).",
@@ -68,4 +67,4 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(fake: LiveServer, ope
         ),
         "it does not begin like a TIFF, but with b'PK'. Send a TIFF.": "it does not begin like a TIFF. Open a TIFF.",
     }
-    assert open_page(fake).evaluate(TRANSLATE, list(messages)) == list(messages.values())
+    assert module_page.evaluate(TRANSLATE, list(messages)) == list(messages.values())

@@ -183,7 +183,7 @@ def test_training_without_improvement_leads_back_to_the_annotation(live: LiveSer
     live.client.delete(f"/trainings/{run}")
 
 
-def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, open_page: OpenPage) -> None:
+def test_training_starts_with_a_stack_annotated_from_nothing(live: LiveServer, open_page: OpenPage) -> None:
     image, labels = synthesize(np.random.default_rng(1), (16, 32, 48))
     stack = live.post("/stacks", as_tiff(image)).json()["id"]
     page = open_page(live)
@@ -206,14 +206,11 @@ def test_model_is_trained_on_a_stack_annotated_from_nothing(live: LiveServer, op
     expect(box).to_be_checked()
     for other in dialog.get_by_role("group", name="Annotated stacks").get_by_role("checkbox").all()[1:]:
         other.uncheck()
-    dialog.get_by_label("Name of the new model").fill("mine")
-    dialog.get_by_label("Training time in minutes").fill("0.03")
+    dialog.get_by_label("Name of the new model").fill("hand-made")
     dialog.get_by_role("button", name="Start").click()
-    training = page.get_by_role("region", name="Training")
-    expect(training).to_contain_text("mine is ready")
+    page.get_by_role("button", name="Stop the training").click()
+    expect(page.get_by_role("region", name="Training")).to_contain_text("The training was stopped")
     report = live.client.get("/trainings").json()["trainings"][0]
-    expect(training).to_contain_text(hide_scores(report["message"]).partition(". ")[0])
     annotation = live.client.get(f"/annotations/{report['annotations'][0]}").json()
     assert (annotation["objects"], annotation["stack"], len(report["annotations"])) == (object_count, stack, 1)
-    live.client.delete("/models/mine")
     live.client.delete(f"/annotations/{annotation['id']}")

@@ -48,12 +48,12 @@ COMPARE_OBJECTS = """async ([first, second, ...hiddenFlags]) => {
 # Counts the overlaps of the objects of two stacks of 64 x 512 x 512 voxels, and returns the tasks above 50 ms.
 FIND_LONG_TASKS = """async () => {
   const { countOverlaps } = await import("/page/volumes/label_agreement.js");
-  const [first, second] = [11, 12].map(edge => ({
-    data: Uint16Array.from(
-      { length: 64 << 18 },
-      (_, p) => Math.floor((p >> 9 & 511) / edge) * 47 + Math.floor((p & 511) / edge),
-    ),
-  }));
+  const [first, second] = [11, 12].map(edge => {
+    const data = new Uint16Array(64 << 18);
+    for (let p = 0; p < 1 << 18; p++) data[p] = Math.floor((p >> 9) / edge) * 47 + Math.floor((p & 511) / edge);
+    for (let z = 1; z < 64; z++) data.copyWithin(z << 18, 0, 1 << 18);
+    return { data };
+  });
   const durations = [];
   const observer = new PerformanceObserver(list => durations.push(...list.getEntries().map(entry => entry.duration)));
   await new Promise(resolve => setTimeout(resolve, 200));
@@ -104,8 +104,7 @@ def test_two_results_are_compared_side_by_side(nuclei: LiveServer, open_page: Op
     expect(page.locator("#side")).to_contain_text(f"{counts[0]} objects")
 
 
-def test_objects_correspond_if_their_iou_exceeds_one_half(fake: LiveServer, open_page: OpenPage) -> None:
-    page = open_page(fake)
+def test_objects_correspond_if_their_iou_exceeds_one_half(module_page: Page) -> None:
     rng = np.random.default_rng(0)
     first, other = (rng.integers(0, 4, 60).repeat(5) for _ in range(2))
     second = np.where(rng.random(300) < 0.8, first, other)
@@ -115,23 +114,23 @@ def test_objects_correspond_if_their_iou_exceeds_one_half(fake: LiveServer, open
         for b in range(1, 4)
     )
     assert common_count > 0
-    agreement = page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist()])
+    agreement = module_page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist()])
     assert (agreement["commonCount"], agreement["objectCounts"]) == (common_count, [3, 3])
     overlaps = np.array([[np.sum((first == a) & (second == b)) for b in range(1, 4)] for a in range(1, 4)])
     colors = agreement["colorIndices"]
     for a, b in np.ndindex(3, 3):
         are_best_partners = overlaps[a, b] == overlaps[a].max() == overlaps[:, b].max() > 0
         assert are_best_partners == (colors[0][a + 1] == colors[1][b + 1] != 0)
-    hidden = page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist(), [0, 0, 1, 0], [0, 1]])
+    hidden = module_page.evaluate(COMPARE_OBJECTS, [first.tolist(), second.tolist(), [0, 0, 1, 0], [0, 1]])
     masked = [np.where(first == 2, 0, first).tolist(), np.where(second == 1, 0, second).tolist()]
-    assert hidden == page.evaluate(COMPARE_OBJECTS, masked) != agreement
-    assert page.evaluate(COMPARE_OBJECTS, [first.tolist(), first.tolist()])["commonCount"] == 3
-    empty = page.evaluate(COMPARE_OBJECTS, [first.tolist(), np.zeros(300, int).tolist()])
+    assert hidden == module_page.evaluate(COMPARE_OBJECTS, masked) != agreement
+    assert module_page.evaluate(COMPARE_OBJECTS, [first.tolist(), first.tolist()])["commonCount"] == 3
+    empty = module_page.evaluate(COMPARE_OBJECTS, [first.tolist(), np.zeros(300, int).tolist()])
     assert (empty["commonCount"], empty["objectCounts"], empty["colorIndices"]) == (0, [3, 0], [[0] * 4, [0]])
 
 
-def test_comparison_of_large_results_does_not_block_the_page(fake: LiveServer, open_page: OpenPage) -> None:
-    result = open_page(fake).evaluate(FIND_LONG_TASKS)
+def test_comparison_of_large_results_does_not_block_the_page(module_page: Page) -> None:
+    result = module_page.evaluate(FIND_LONG_TASKS)
     assert result["count"] > 2000
     assert result["aborted"] is None
     assert sum(result["durations"]) < result["milliseconds"] / 2, result

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from pathlib import Path
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
-from service.api.requests.downloads import DownloadResponse
+from service.api.requests.downloads import DownloadResponse, is_cached
 
 router = APIRouter(include_in_schema=False)
 
@@ -37,24 +38,29 @@ async def get_index() -> DownloadResponse:
 
 
 @router.get("/page/{name}")
-def get_page_file(name: str) -> Response:
+def get_page_file(request: Request, name: str) -> Response:
     """Return a file in the page folder, such as the main module. Raises HTTPException 404."""
-    return _build_file_response(name)
+    return _build_file_response(request, name)
 
 
 @router.get("/page/{folder}/{name}")
-def get_page_file_in_folder(folder: str, name: str) -> Response:
+def get_page_file_in_folder(request: Request, folder: str, name: str) -> Response:
     """Return a module, style sheet or image in a subfolder of the page folder. Raises HTTPException 404."""
-    return _build_file_response(f"{folder}/{name}")
+    return _build_file_response(request, f"{folder}/{name}")
 
 
-def _build_file_response(relative_path: str) -> Response:
-    """Return a file in one piece. A FileResponse would be slower, because it switches threads several times."""
+def _build_file_response(request: Request, relative_path: str) -> Response:
+    """Return a file in one piece, or 304 if the browser has it.
+
+    A FileResponse would be slower, because it switches threads several times.
+    """
     if relative_path not in MEDIA_TYPES_BY_FILE:
         raise HTTPException(404)
     path = PAGE_FOLDER / relative_path
     template = FileResponse(
         path, media_type=MEDIA_TYPES_BY_FILE[relative_path], headers=CACHE_HEADERS, stat_result=path.stat()
     )
+    if is_cached(request.scope, template.headers["etag"]):
+        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=CACHE_HEADERS | {"ETag": template.headers["etag"]})
     headers = {name: value for name, value in template.headers.items() if name != "accept-ranges"}
     return Response(path.read_bytes(), headers=headers)

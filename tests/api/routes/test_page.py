@@ -21,7 +21,12 @@ def test_page_loads_only_files_of_the_service(service: Service) -> None:
     urls = re.findall(r'(?:src|href)="(page/[^"]+)"', page.text)
     assert len(urls) == 15
     for url in urls:
-        assert service.client.get(urljoin("/", url)).status_code == 200
+        file = service.client.get(urljoin("/", url))
+        assert file.status_code == 200
+        # Loading the page again transfers no file again.
+        cached = service.client.get(urljoin("/", url), headers={"If-None-Match": file.headers["etag"]})
+        assert (cached.status_code, cached.content) == (304, b"")
+        assert cached.headers["cache-control"] == "no-cache"
 
 
 def test_all_imported_modules_are_served(service: Service) -> None:
