@@ -171,8 +171,7 @@ class Runtime:
         Return None if no windows of the model have been timed yet.
         """
         queue = self.devices.choose_device(model, caller).scheduler.queue
-        seconds = queue.estimate_new_job_seconds(model, window_count)
-        return None if seconds is None else queue.expected_seconds + seconds
+        return queue.estimate_new_job_seconds(model, window_count)
 
     def get_execution_settings(self, model: str) -> dict[str, Any]:
         """Return everything that affects the labels, except the model and the request.

@@ -213,9 +213,23 @@ class JobQueue:
         )
 
     def estimate_new_job_seconds(self, model_name: str, window_count: int) -> float | None:
-        """Estimate the duration of a job with this many windows; return None if no job of the model has been timed."""
+        """Estimate the seconds until a new job with this many windows would be done; return None if unknown.
+
+        A job that starts immediately waits for jobs with less work. Jobs with more work get every second batch.
+        """
         with self._condition:
-            return self._durations.estimate_new_job_seconds(model_name, window_count)
+            seconds = self._durations.estimate_new_job_seconds(model_name, window_count)
+            if seconds is None:
+                return None
+            other_seconds = [self._durations.estimate_device_seconds(job) for job in self.jobs]
+            starts_immediately = len(self._running_jobs) < self.max_running and all(
+                job.clock() + seconds < job.deadline for job in self._waiting_jobs
+            )
+        if not starts_immediately:
+            return seconds + sum(other_seconds)
+        seconds_of_larger_jobs = sum(other for other in other_seconds if other > seconds)
+        seconds += sum(other for other in other_seconds if other <= seconds)
+        return seconds + min(seconds, seconds_of_larger_jobs)
 
     def get_progress(self, job: Job[Any]) -> Progress:
         """Return the progress of a job in windows. The finishing phase counts as an equivalent number of windows."""

@@ -245,6 +245,22 @@ def test_duration_of_a_new_job_excludes_the_time_for_jobs_that_ran_at_the_same_t
     assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(20)
 
 
+def test_new_job_shares_the_device_with_larger_jobs_and_waits_for_smaller_ones() -> None:
+    queue = JobQueue(max_waiting=4, max_running=3, guaranteed_job_count=3)
+    run_timed_job(queue, "m", windows=10, seconds=10)
+    assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(10)
+    offer(queue, make_job(1000))
+    assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(2 * 10), "the job overtakes the waiting one"
+    assert queue.estimate_new_job_seconds("m", 2000) == pytest.approx(1000 + 2000)
+    queue.take()
+    offer(queue, make_job(4))
+    queue.take()
+    assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(2 * (4 + 10))
+    offer(queue, make_job(100))
+    queue.take()
+    assert queue.estimate_new_job_seconds("m", 10) == pytest.approx(10 + 1000 + 4 + 100), "no further job may start"
+
+
 def test_endless_small_jobs_do_not_starve_a_huge_job() -> None:
     """Only jobs that are created within the duration of the huge job may overtake it."""
     queue = JobQueue(max_waiting=4)
