@@ -84,8 +84,8 @@ class WindowBatcher:
         self._calls: deque[Callable[[], None]] = deque()
         self._calling_thread_index: int | None = None  # index of the thread that is running a call
         self._is_closed = False
-        # Number of threads that wait for work and have not been woken, and of batches.
-        self._num_idle_threads = self._batch_count = 0
+        self._num_idle_threads = 0  # number of threads that wait for work and have not been woken
+        self._batch_count = 0
         # Unfinished batches by number.
         self._batches: dict[int, RunningBatch] = {}
         # Launched batches in launch order, and the time at which the latest batch finished.
