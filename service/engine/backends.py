@@ -135,11 +135,13 @@ def build(module: nn.Module, example: Tensor, config: EngineConfig, settings: En
     start_time = time.perf_counter()
     device_build: DeviceBuild = CudaBuild(example.device) if example.device.type == "cuda" else CpuBuild()
     with torch.inference_mode():
-        transformed_module = backend.transform(module)
-        # Count the bytes before building, because engines may move weights into a layout whose size cannot be read.
-        module_bytes = count_weight_bytes(transformed_module)
+        transformed_module = backend.transform(module, settings)
+        # Count the bytes before building, because engines may move weights into a layout whose size cannot be read, and
+        # after the first calls, in which layers may pack weights.
+        unbuilt_bytes = count_weight_bytes(transformed_module)
         network = backend.build(transformed_module, example, config, settings)
         owns_scores = device_build.warm_up(network, example)
+        module_bytes = max(unbuilt_bytes, count_weight_bytes(transformed_module))
         may_accept_smaller_batches = backend.accepts_smaller_batches and config.compile_mode is None
         accepts_partial_batches = may_accept_smaller_batches and supports_smaller_batches(
             network, example, config.streams

@@ -52,7 +52,7 @@ class Backend(ABC):
         """Return whether the engine can improve on eager execution of this module."""
         return True
 
-    def transform(self, module: nn.Module) -> nn.Module:
+    def transform(self, module: nn.Module, _settings: EngineSettings) -> nn.Module:
         """Return the module to pass to `build`: `module` itself, or a new module with its own weights."""
         return module
 

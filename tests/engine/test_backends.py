@@ -75,7 +75,7 @@ def test_number_of_compiled_modules_is_not_limited_by_torchs_recompile_limit():
 
 
 def test_module_is_transformed_before_the_network_is_built(build_fake):
-    assert isinstance(build_fake(lambda module: module, transform=lambda module: nn.ReLU()).network, nn.ReLU)
+    assert isinstance(build_fake(lambda module: module, transform=lambda module, settings: nn.ReLU()).network, nn.ReLU)
 
 
 @pytest.mark.parametrize(

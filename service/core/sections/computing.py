@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 Precision = Literal["auto", "bf16", "fp16", "fp32"]
+MatmulPrecision = Literal["highest", "high", "medium"]
 Overlap = Annotated[float, Field(ge=0, lt=1)]
 GrayValue = Annotated[float, Field(allow_inf_nan=False)]
 DeviceName = Annotated[str, Field(pattern=r"^(cpu|cuda:[0-9]+)$")]
@@ -151,7 +152,8 @@ class Engine(Section):
                       cudagraph are compiled only if a mode is set
     freeze            CPU only: turn weights into constants of the compiled graph
     streams           CPU only: number of concurrent batches, each on a share of the cores; auto: the tuned number, or 2
-    matmul_precision  CUDA only: precision of float32 matrix products, as named by torch; high and medium allow TF32
+    matmul_precision  precision of float32 products, as named by torch: high and medium allow TF32 on CUDA devices, and
+                      Winograd tiles with similar rounding errors on CPUs
     cudnn_benchmark   CUDA only: let cuDNN benchmark its algorithms in the first calls
     tune              when to compare all possible engines if kind is auto: never, or when `stackseg serve` first starts
     tune_seconds      time limit for tuning, after which no further candidate is measured
@@ -165,7 +167,7 @@ class Engine(Section):
     compile_mode: Literal["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "auto"
     freeze: bool = True
     streams: Annotated[int, Field(ge=1, le=MAX_STREAMS)] | Literal["auto"] = "auto"
-    matmul_precision: Literal["highest", "high", "medium"] = "high"
+    matmul_precision: MatmulPrecision = "high"
     cudnn_benchmark: bool = True
     tune: Literal["never", "first-start"] = "never"
     tune_seconds: Seconds = 180.0

@@ -35,8 +35,8 @@ class WinogradBackend(Backend):
     def can_improve(self, module: nn.Module) -> bool:
         return winograd.count_replaceable(module) > 0
 
-    def transform(self, module: nn.Module) -> nn.Module:
-        return winograd.replace_convolutions(module)
+    def transform(self, module: nn.Module, settings: EngineSettings) -> nn.Module:
+        return winograd.replace_convolutions(module, settings.matmul_precision)
 
     def list_compile_modes(self, settings: EngineSettings, _device: torch.device) -> tuple[str | None, ...]:
         return (None, "default") if settings.compile_mode == "auto" else (settings.compile_mode,)

@@ -170,8 +170,9 @@ void finish(const float *sums, int64_t rows, const float *bias, float slope, con
 
 // Prefetches `count` elements, because the hardware does not predict the accesses to patches. Without
 // prefetching, the top layer of a network, whose skip connection comes from the third-level cache, takes twice as long.
+// Elements to read are prefetched into the second-level cache, because the weights need most of the first.
 template <bool WRITE, class T> inline void prefetch(const T *from, int64_t count) {
-  for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE);
+  for (int64_t at = 0; at < count; at += 64 / sizeof(T)) __builtin_prefetch(from + at, WRITE, WRITE ? 3 : 2);
 }
 
 // Computes `count` positions along x, starting at `a`, and prefetches the data of the following positions.

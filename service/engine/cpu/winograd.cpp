@@ -33,7 +33,9 @@
 
 namespace {
 
-constexpr int PREFETCH_DISTANCE = 512; // in elements of the image
+// Distance in elements of the image. The first-level caches of most processors without AVX-512 have eight ways, into
+// which six or ten lines of an image whose planes are a multiple of 4 KiB apart cannot be prefetched far ahead.
+constexpr int PREFETCH_DISTANCE = LANES == 16 ? 512 : 128;
 
 struct Shape {
   int64_t batch, depth, height, width, inputs, outputs;
@@ -82,9 +84,9 @@ private:
   size_t size_ = 0;
 };
 
-// Returns a stride for rows of `count` floats: an odd number of cache lines. Rows of the matrix products are read and
-// written in parallel. Rows whose distance is a multiple of 4 KiB would share one set of the first-level cache, which
-// holds only eight lines.
+// Returns a stride for rows of `count` floats: an odd number of cache lines. Rows of the matrix products and values at
+// the points along z are read and written in parallel. If their distance was a multiple of 4 KiB, they would share one
+// set of the first-level cache, which holds only eight lines.
 inline int64_t pad_stride(int64_t count) {
   return ((count + CACHE_LINE_FLOATS - 1) / CACHE_LINE_FLOATS | 1) * CACHE_LINE_FLOATS;
 }
@@ -98,8 +100,8 @@ struct Block {
   float *lines;    // for each run of tiles along x: [y][z point][x, inputs]
   float *sampled;  // [count, sampled_stride ...][y point, x point, inputs], at one point along z
   float *products; // [count, product_stride ...][y point, x point, outputs], at one point along z
-  float *reduced;  // [count, reduced_stride ...][z point, y, x, outputs]
-  int64_t sampled_stride, product_stride, reduced_stride;
+  float *reduced;  // [count, reduced_stride ...][z point, reduced_step ...][y, x, outputs]
+  int64_t sampled_stride, product_stride, reduced_stride, reduced_step;
 };
 
 // Adjacent tiles of a block along x, and the lines that they depend on: [y][z point][x, inputs].
@@ -300,13 +302,14 @@ template <class Tile, int G> void interpolate_block(const Shape &s, const Block 
   for (int64_t tile = 0; tile < b.count; ++tile)
     for (int64_t c = 0; c < s.outputs; c += G)
       interpolate_plane<Tile, G>(b.products + tile * b.product_stride + c, s.outputs,
-                                 b.reduced + tile * b.reduced_stride + z_point * Tile::PLANE_OUTPUTS * s.outputs + c);
+                                 b.reduced + tile * b.reduced_stride + z_point * b.reduced_step + c);
 }
 
-// Interpolates one tile along z, reduced[z point, y, x, outputs] -> outputs, and applies bias and activation.
+// Interpolates one tile along z, reduced[z point, reduced_step ...][y, x, outputs] -> outputs, and applies bias and
+// activation.
 template <class Tile, int G, class T, class Activation>
-[[gnu::noinline]] void finish_tile(const float *reduced, const float *bias, const Activation &activation,
-                                   const Shape &s, const Place &at, T *result) {
+[[gnu::noinline]] void finish_tile(const float *reduced, int64_t reduced_step, const float *bias,
+                                   const Activation &activation, const Shape &s, const Place &at, T *result) {
   const int64_t deep = std::min<int64_t>(Tile::DEPTH, s.depth - at.z);
   const int64_t high = std::min<int64_t>(Tile::HEIGHT, s.height - at.y);
   const int64_t wide = std::min<int64_t>(Tile::WIDTH, s.width - at.x);
@@ -317,7 +320,7 @@ template <class Tile, int G, class T, class Activation>
       for (int64_t c = 0; c < step; c += G) {
         Floats<G> m[Tile::Z_POINTS], line[Tile::DEPTH];
         for (int i = 0; i < Tile::Z_POINTS; ++i)
-          m[i] = load<G>(reduced + ((i * Tile::HEIGHT + y) * Tile::WIDTH + x) * step + c);
+          m[i] = load<G>(reduced + i * reduced_step + (y * Tile::WIDTH + x) * step + c);
         interpolate(m, line);
         const Floats<G> offset = bias ? load<G>(bias + c) : Floats<G>{};
         T *out = result + y * line_step + x * step + c;
@@ -338,7 +341,7 @@ template <class T> struct Work {
 template <class Tile, int G, class T, class Activation>
 void finish_block(const Work<T> &work, const Block &b, const Activation &activation) {
   for (int64_t tile = 0; tile < b.count; ++tile)
-    finish_tile<Tile, G>(b.reduced + tile * b.reduced_stride, work.bias, activation, work.shape,
+    finish_tile<Tile, G>(b.reduced + tile * b.reduced_stride, b.reduced_step, work.bias, activation, work.shape,
                          Place::of<Tile>(work.shape, b.first + tile), work.result);
 }
 
@@ -370,7 +373,8 @@ template <class Tile, class T> bool convolve_tiles(const Work<T> &work, int64_t 
   b.points = Tile::POINTS, b.plane_points = Tile::PLANE_POINTS;
   b.sampled_stride = pad_stride(Tile::PLANE_POINTS * s.inputs);
   b.product_stride = pad_stride(Tile::PLANE_POINTS * s.outputs);
-  b.reduced_stride = pad_stride(Tile::Z_POINTS * Tile::PLANE_OUTPUTS * s.outputs);
+  b.reduced_step = pad_stride(Tile::PLANE_OUTPUTS * s.outputs);
+  b.reduced_stride = pad_stride(Tile::Z_POINTS * b.reduced_step);
   const int64_t line_floats = pad_stride(s.width * s.inputs);
   const int64_t run_floats = for_each_run<Tile>(s, b, [](const Run<Tile> &, int64_t) {});
   b.lines = scratch.take(line_floats + run_floats + count * (b.sampled_stride + b.product_stride + b.reduced_stride));

@@ -3,7 +3,8 @@
 The algorithm is Winograd's F(4x4x4, 3x3x3) (Lavin and Gray 2016), described in `winograd.cpp`. It always computes in
 float32; bfloat16 is only a storage format. Its rounding errors are several times those of a direct convolution, about
 1e-5 relative to the scale of the scores. Larger tiles save up to 31% more multiplications. Their errors of up to 2.4e-4
-are still small compared to the rounding of bfloat16, so they are used for images in bfloat16.
+are smaller than those of bfloat16 and TF32, so they are used for images in bfloat16 and, unless the precision of
+products is `highest`, in float32.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from service.core.sections.computing import MatmulPrecision
 from service.engine.cpu.kernel_call import SUPPORTED_DTYPES, KernelCall, Kernels
 from service.engine.fusion import fuse_pairs, is_plain, read_slope, replace_modules
 
@@ -57,7 +59,8 @@ class SampledWeights(NamedTuple):
 class WinogradConvolution(nn.Module):
     """A 3x3x3 `nn.Conv3d` on the CPU, computed by Winograd's algorithm. Images are float32 or bfloat16.
 
-    slope  negative slope of the fused activation: 0 for a ReLU, 1 for no activation
+    slope             negative slope of the fused activation: 0 for a ReLU, 1 for no activation
+    matmul_precision  precision of float32 products, as named by torch; only `highest` excludes large tiles
 
     Raises OSError if the kernels are missing.
     """
@@ -65,13 +68,15 @@ class WinogradConvolution(nn.Module):
     weights: Tensor
     bias: Tensor | None
 
-    def __init__(self, convolution: nn.Conv3d, slope: float = 1.0) -> None:
+    def __init__(
+        self, convolution: nn.Conv3d, slope: float = 1.0, matmul_precision: MatmulPrecision = "highest"
+    ) -> None:
         super().__init__()
+        is_exact = convolution.weight.dtype == torch.float32 and matmul_precision == "highest"
+        self.tiles = (SMALL_TILE,) if is_exact else (SMALL_TILE, *LARGE_TILES)
         self.out_channels, self.slope = convolution.out_channels, slope
         self._unpacked_weight = convolution.weight.detach()
         self.register_buffer("weights", pack_weights(self._unpacked_weight).values)
-        # Weights for large tiles are packed for the first window that uses them.
-        self._large_tile_weights: dict[Tile, SampledWeights] = {}
         bias = convolution.bias
         self.register_buffer("bias", None if bias is None else bias.detach().to(torch.float32, copy=True))
 
@@ -82,32 +87,35 @@ class WinogradConvolution(nn.Module):
         if torch.compiler.is_compiling():
             y: Tensor = torch.ops.stackseg.convolve(x, self.weights, self.bias, self.out_channels, self.slope)
             return y
-        weights = self._get_weights(choose_tile(x.shape[2:], x.dtype))
+        weights = self._get_weights(choose_tile(x.shape[2:], self.tiles))
         return convolve(x, weights, self.bias, self.out_channels, self.slope)
 
     def _get_weights(self, tile: Tile) -> SampledWeights:
         if tile == SMALL_TILE:
             return SampledWeights(self.weights, tile)
-        if tile not in self._large_tile_weights:
-            self._large_tile_weights[tile] = pack_weights(self._unpacked_weight, tile)
-        return self._large_tile_weights[tile]
+        # Weights for large tiles are packed for the first window that uses them. They are a buffer to be counted.
+        name = f"weights_for_{'x'.join(map(str, tile))}"
+        if name not in self._buffers:
+            self.register_buffer(name, pack_weights(self._unpacked_weight, tile).values, persistent=False)
+        return SampledWeights(self.get_buffer(name), tile)
 
 
-def replace_convolutions(module: nn.Module) -> nn.Module:
+def replace_convolutions(module: nn.Module, matmul_precision: MatmulPrecision = "highest") -> nn.Module:
     """Return a copy of `module` with a `WinogradConvolution` for every convolution for which `is_replaceable` is true.
 
     A ReLU, a LeakyReLU, or a PReLU with one slope is fused with the convolution that it follows in an `nn.Sequential`.
 
     Raises OSError if the kernels are missing.
     """
+
+    def convert(layer: nn.Module, slope: float | None = 1.0) -> WinogradConvolution | None:
+        if slope is None or not is_replaceable(layer):
+            return None
+        return WinogradConvolution(layer, slope, matmul_precision)
+
     # Only an `nn.Sequential` defines which module follows the convolution.
-    fused_network = fuse_pairs(copy.deepcopy(module), _fuse_activation)
-    return replace_modules(fused_network, lambda child: WinogradConvolution(child) if is_replaceable(child) else None)
-
-
-def _fuse_activation(layer: nn.Module, activation: nn.Module) -> WinogradConvolution | None:
-    slope = read_slope(activation)
-    return WinogradConvolution(layer, slope) if is_replaceable(layer) and slope is not None else None
+    fused_network = fuse_pairs(copy.deepcopy(module), lambda layer, activation: convert(layer, read_slope(activation)))
+    return replace_modules(fused_network, convert)
 
 
 def count_replaceable(module: nn.Module) -> int:
@@ -131,15 +139,13 @@ def is_replaceable(module: nn.Module) -> TypeGuard[nn.Conv3d]:
     )
 
 
-def choose_tile(size: Sequence[int], dtype: torch.dtype) -> Tile:
-    """Return the tile with the fewest multiplications for windows of this size (z, y, x), with enough precision.
+def choose_tile(size: Sequence[int], tiles: Sequence[Tile] = (SMALL_TILE, *LARGE_TILES)) -> Tile:
+    """Return the one of `tiles` with the fewest multiplications for windows of this size (z, y, x).
 
     The choice does not depend on the batch, because the scores of a window must be the same in every batch.
     """
-    if dtype != torch.bfloat16:
-        return SMALL_TILE
-    large_tiles = [tile for tile in LARGE_TILES if _count_tiles(size, tile) >= MIN_LARGE_TILES]
-    return min((SMALL_TILE, *large_tiles), key=lambda tile: _count_tiles(size, tile) * count_points(tile))
+    fitting_tiles = [tile for tile in tiles if tile == SMALL_TILE or _count_tiles(size, tile) >= MIN_LARGE_TILES]
+    return min(fitting_tiles, key=lambda tile: _count_tiles(size, tile) * count_points(tile))
 
 
 def _count_tiles(size: Sequence[int], tile: Tile) -> int:

@@ -35,18 +35,22 @@ def compute_reference(layer, x):
     bias=st.booleans(),
     slope=st.sampled_from([0.0, 0.01, 0.25, 1.0, 1.5, -1.0]),
     dtype=st.sampled_from(winograd.SUPPORTED_DTYPES),
+    matmul_precision=st.sampled_from(["highest", "high"]),
     seed=st.integers(0, 2**31),
 )
-def test_results_match_torch_for_any_shape(size, batch, in_channels, out_channels, bias, slope, dtype, seed):
+def test_results_match_torch_for_any_shape(
+    size, batch, in_channels, out_channels, bias, slope, dtype, matmul_precision, seed
+):
     layer = make_convolution(in_channels, out_channels, bias=bias, seed=seed).to(dtype)
     x = torch.randn(batch, in_channels, *size).to(dtype)
     expected = nn.functional.leaky_relu(compute_reference(layer, x), slope)
-    result = winograd.WinogradConvolution(layer, slope)(x)
+    result = winograd.WinogradConvolution(layer, slope, matmul_precision)(x)
     assert result.dtype == dtype
     assert result.is_contiguous(memory_format=FORMAT)
     # Stored results are rounded once, by at most half a unit in the last place.
     rounding = expected.abs() * 2**-8 if dtype == torch.bfloat16 else 0.0
-    assert ((result - expected).abs() < (5e-4 if dtype == torch.bfloat16 else 6e-5) + rounding).all()
+    is_exact = dtype == torch.float32 and matmul_precision == "highest"
+    assert ((result - expected).abs() < (6e-5 if is_exact else 5e-4) + rounding).all()
 
 
 def test_result_does_not_depend_on_the_block_size(monkeypatch):
@@ -75,12 +79,25 @@ def test_large_tiles_give_the_same_results_within_their_rounding_errors(tile, si
     assert ((result - expected).abs() < 5e-4 + rounding).all()
 
 
-def test_large_tiles_are_used_only_in_bfloat16_and_if_there_are_many():
-    assert winograd.choose_tile((32, 32, 32), torch.bfloat16) == (8, 8, 4)
-    assert winograd.choose_tile((16, 16, 16), torch.bfloat16) == (8, 4, 4)
+def test_large_tiles_are_used_only_if_there_are_many():
+    assert winograd.choose_tile((32, 32, 32)) == (8, 8, 4)
+    assert winograd.choose_tile((16, 16, 16)) == (8, 4, 4)
     for size in [(8, 8, 8), (4, 64, 64), (1, 512, 512)]:
-        assert winograd.choose_tile(size, torch.bfloat16) == winograd.SMALL_TILE
-    assert winograd.choose_tile((32, 32, 32), torch.float32) == winograd.SMALL_TILE
+        assert winograd.choose_tile(size) == winograd.SMALL_TILE
+
+
+def test_highest_precision_excludes_large_tiles_in_float32():
+    layer = make_convolution(16, 32)
+    x = torch.randn(1, 16, 32, 32, 32)
+    expected = compute_reference(layer, x)
+    scale = expected.abs().max()
+    exact, fast = (
+        (winograd.replace_convolutions(nn.Sequential(layer), precision)(x) - expected).abs().max() / scale
+        for precision in ("highest", "high")
+    )
+    assert exact < 1e-5
+    # As much as TF32, which rounds factors to eleven bits, would add.
+    assert exact < fast < 2**-11
 
 
 def test_scores_of_a_window_do_not_depend_on_the_batch():
