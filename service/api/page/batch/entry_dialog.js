@@ -1,6 +1,6 @@
 /** Dialog with the settings of one stack of a batch: axes, scene, channel, time points and voxel size. */
 
-import { button, element, openDialog } from "../core/elements.js";
+import { button, element, formatMessage, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { Problem } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";
@@ -69,7 +69,7 @@ function showControls(controls, problemText, { problem, inspection }, parameters
     asProblem !== null && (controls.askForIncompleteStack(asProblem) || controls.askForAxes(asProblem, parameters));
   if (!isQuestion && inspection) controls.show(inspection.file, parameters, inspection.file.example_scene !== null);
   const text = isQuestion ? "" : (problem?.message ?? toPageTerms(inspection?.problem ?? ""));
-  problemText.textContent = text;
+  problemText.replaceChildren(formatMessage(text));
   problemText.hidden = text === "";
   problemText.classList.toggle("warning-text", text !== "");
 }

@@ -1,6 +1,6 @@
 /** Explanations that are shown next to the views before a stack is segmented. */
 
-import { createShortcutList, element } from "../core/elements.js";
+import { createShortcutList, element, formatMessage } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
 
 /** Create an explanation of why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
@@ -14,7 +14,7 @@ export function createUnreadableStackExplanation(problem) {
     "div",
     { class: "run" },
     element("h2", {}, title),
-    element("p", { class: "muted" }, text),
+    element("p", { class: "muted" }, formatMessage(text)),
     problem.slug !== "ambiguous-axes" && element("a", { href: "#" }, "Open another file"),
   );
 }

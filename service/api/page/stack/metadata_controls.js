@@ -1,6 +1,6 @@
 /** Controls for metadata that is missing from a file or that the user can override: scene, axes, channel, time points, voxel size. */
 
-import { button, element, field, redraw } from "../core/elements.js";
+import { button, element, field, formatMessage, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { SETTING_TITLES } from "../core/terminology.js";
 import { findScene } from "../volumes/planes.js";
@@ -87,7 +87,7 @@ export class MetadataControls {
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Axes of the file" },
-        element("p", {}, shape.length > 0 ? describeUnnamedAxes(shape, problem.message) : problem.message),
+        element("p", {}, formatMessage(shape.length > 0 ? describeUnnamedAxes(shape, problem.message) : problem)),
         element(
           "ul",
           { class: "axes-options" },
@@ -132,7 +132,7 @@ export class MetadataControls {
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Missing planes" },
-        element("p", {}, problem.message),
+        element("p", {}, formatMessage(problem)),
         button("Use the planes that are present", () => this.changeParameters({ allow_incomplete }), "secondary"),
       ),
     ]);
