@@ -187,7 +187,7 @@ class ComparisonSide {
  */
 export async function showComparison(root, ids, signal) {
   /** @type {Job[]} */
-  const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
+  const jobs = await Promise.all(ids.map((id) => requestJson(`jobs/${id}`, { signal })));
   const stackId = String(jobs[0].parameters.stack ?? "");
   const results = listResults(stackId);
   let compareTimer = 0;
