@@ -42,6 +42,17 @@ def test_text_in_backticks_is_shown_as_code(module_page: Page, module: str) -> N
     assert EXPECTED[1] in text
 
 
+def test_message_about_an_unreadable_stack_is_translated_once(module_page: Page) -> None:
+    # A second translation would add one to the numbers again.
+    text = module_page.evaluate("""async () => {
+      const { Problem } = await import("/page/core/requests.js");
+      const { createUnreadableStackExplanation } = await import("/page/stack/guidance.js");
+      const detail = "The file has no scene 7. It has 2 scenes: 0 (a), 1.";
+      return createUnreadableStackExplanation(new Problem("bad-parameter", detail, 422)).textContent;
+    }""")
+    assert "The file has no scene 8. It has 2 scenes: 1 (a), 2." in text
+
+
 def test_code_is_marked_in_the_status_and_the_error_bar(fake: LiveServer, open_page: OpenPage) -> None:
     def fail(route: Route) -> None:
         problem = {"type": "urn:stackseg:forbidden", "detail": "Ask the operator to set `access.admins`."}

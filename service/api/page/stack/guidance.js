@@ -1,7 +1,6 @@
 /** Explanations that are shown next to the views before a stack is segmented. */
 
 import { createShortcutList, element, formatMessage } from "../core/elements.js";
-import { toPageTerms } from "../core/terminology.js";
 
 /** Create an explanation of why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
 export function createUnreadableStackExplanation(problem) {
@@ -9,7 +8,7 @@ export function createUnreadableStackExplanation(problem) {
   const text =
     problem.slug === "ambiguous-axes"
       ? "The file does not specify its axes. Select them on the left, then check the slices."
-      : toPageTerms(problem.message);
+      : problem.message;
   return element(
     "div",
     { class: "run" },
