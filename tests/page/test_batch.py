@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import zipfile
 from pathlib import Path
 
@@ -327,3 +328,17 @@ def test_folder_on_the_server_is_segmented_without_an_upload(
         page.locator(".recent-job").click()
         expect(page.locator("tbody tr")).to_have_count(3)
     assert (tmp_path / "results" / "day 1" / "report.html").is_file()
+
+
+def test_unnamed_axes_of_three_dimensions_have_sizes(fake: LiveServer, open_page: OpenPage) -> None:
+    def fail(route: Route) -> None:
+        detail = "The axes of the file are ambiguous: its dimensions are 5 x 16 x 24 (QYX)."
+        problem = {"type": "urn:stackseg:problem:ambiguous-axes", "detail": detail, "suggested": {"axes": "ZYX"}}
+        route.fulfill(status=422, content_type="application/problem+json", body=json.dumps(problem))
+
+    page = open_page(fake)
+    page.route("**/inspect?*", fail)
+    stack = as_tiff(np.full((5, 16, 24), 200, np.uint8))
+    page.locator("#file").set_input_files([{"name": f"{n}.tif", "mimeType": "", "buffer": stack} for n in "ab"])
+    page.get_by_role("button", name="Settings: a.tif").click()
+    expect(page.locator(".axes-options li").first).to_contain_text("5 planes, 16 rows, 24 columns")

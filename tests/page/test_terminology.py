@@ -54,6 +54,7 @@ def test_sizes_and_time_points_are_counted_as_in_the_views(module_page: Page) ->
         "channel=4 does not exist: the file has 12 channels: 0 (DAPI), 1 and 10 more.": (
             "“Channel to segment: 5” does not exist: the file has 12 channels: 1 (DAPI), 2 and 10 more."
         ),
+        "axes='QYX' is not valid, as is channel='2'.": "“Axes: QYX” is not valid, as is “Channel to segment: 3”.",
         "The largest is used. To use another one, set scene to its name or index.": (
             "The largest is used. Select another one under “Scene”."
         ),

@@ -286,3 +286,20 @@ def test_upload_shows_its_progress_and_can_be_canceled(fake: LiveServer, open_pa
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("button", name="Try the sample")).to_be_visible()
     expect(page.locator("#problem")).to_be_hidden()
+
+
+def test_incomplete_and_mistyped_links_are_explained_on_the_start_view(fake: LiveServer, open_page: OpenPage) -> None:
+    page = open_page(fake)
+    expect(page.locator("#file")).to_be_attached()
+    ids = dict.fromkeys(("job", "stack", "folder", "project", "annotate", "annotated", "training"), "0" * 31)
+    links = [*ids.items(), ("compare", "0" * 32), ("project", "a/../b"), ("project", "%"), ("job", "%")]
+    for kind, resource_id in links:
+        page.evaluate("link => (location.hash = link)", f"{kind}={resource_id}")
+        expect(page.locator("#problem")).to_contain_text("This link is incomplete or mistyped.")
+        expect(page.locator("#start")).to_be_visible()
+        expect(page.locator("body")).not_to_have_class("busy")
+        assert page.evaluate("location.hash") == ""
+        page.get_by_role("button", name="Close").click()
+    # A well-formed id of a deleted resource has the more specific message of the service.
+    page.evaluate("location.hash = `project=${'0'.repeat(32)}`")
+    expect(page.locator("#problem")).to_contain_text("There is no such project")

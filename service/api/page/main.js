@@ -300,8 +300,8 @@ let viewAbort = new AbortController();
 
 /** Functions that open the view of a resource. @type {Record<string, (id: string, parameters: Record<string, string>, signal: AbortSignal) => unknown>} */
 const VIEWS = {
-  compare: (ids, _parameters, signal) => openComparison(ids.split(encodeURIComponent(",")), signal),
-  batch: (id, _parameters, signal) => openBatchView(decodeURIComponent(id), signal),
+  compare: (ids, _parameters, signal) => openComparison(ids.split(","), signal),
+  batch: (id, _parameters, signal) => openBatchView(id, signal),
   folder: (id, _parameters, signal) => openServerFolder(id, signal),
   job: openJob,
   stack: openStack,
@@ -311,12 +311,18 @@ const VIEWS = {
   training: (id, _parameters, signal) => openTrainingRun(id, signal),
 };
 
+const ID_PATTERN = /^[0-9a-f]{32}$/;
+/** Ids in other links than those to one resource of the service. The ids of batches are created in the browser. @type {Record<string, RegExp>} */
+const OTHER_ID_PATTERNS = { compare: /^[0-9a-f]{32},[0-9a-f]{32}$/, batch: /./, folder: /^(new|[0-9a-f]{32})$/ };
+
 /** @param {string} kind @param {string} id @param {Record<string, string>} parameters settings of the segmentation @param {AbortSignal} signal */
 async function openView(kind, id, parameters, signal) {
   if (kind === "status") return openStatus(signal);
-  // The id is encoded, so that a link with an id such as `x/../../models/NAME` cannot lead to another resource.
-  if (Object.hasOwn(VIEWS, kind) && id) return VIEWS[kind](encodeURIComponent(id), parameters, signal);
-  return showStartView();
+  if (!Object.hasOwn(VIEWS, kind) || !id) return showStartView();
+  // The check also prevents that a link with an id such as `x/../../models/NAME` leads to another resource.
+  if (!(OTHER_ID_PATTERNS[kind] ?? ID_PATTERN).test(id))
+    throw new Problem("not-found", "This link is incomplete or mistyped. Copy the whole link, and open it again.", 404);
+  return VIEWS[kind](id, parameters, signal);
 }
 
 /** Open the view that the URL fragment selects. */
@@ -341,7 +347,7 @@ async function route() {
     document.body.classList.remove("busy");
     if (error instanceof Problem && error.status === 404) {
       history.replaceState(null, "", "#");
-      if (kind === "job") markMissingJob(decodeURIComponent(id));
+      if (kind === "job") markMissingJob(id);
       showStartView();
       if (await offerSavedLabels(kind, id, parameters)) return;
     }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from pathlib import Path
 
 from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from service.api.requests.downloads import DownloadResponse, is_cached
 
@@ -50,17 +49,15 @@ def get_page_file_in_folder(request: Request, folder: str, name: str) -> Respons
 
 
 def _build_file_response(request: Request, relative_path: str) -> Response:
-    """Return a file in one piece, or 304 if the browser has it.
-
-    A FileResponse would be slower, because it switches threads several times.
-    """
+    # A DownloadResponse sends the 304 to browsers that have the file. For others, it would be slower than sending the
+    # file in one piece, because it switches threads several times.
     if relative_path not in MEDIA_TYPES_BY_FILE:
         raise HTTPException(404)
     path = PAGE_FOLDER / relative_path
-    template = FileResponse(
+    download = DownloadResponse(
         path, media_type=MEDIA_TYPES_BY_FILE[relative_path], headers=CACHE_HEADERS, stat_result=path.stat()
     )
-    if is_cached(request.scope, template.headers["etag"]):
-        return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=CACHE_HEADERS | {"ETag": template.headers["etag"]})
-    headers = {name: value for name, value in template.headers.items() if name != "accept-ranges"}
+    if is_cached(request.scope, download.headers["etag"]):
+        return download
+    headers = {name: value for name, value in download.headers.items() if name != "accept-ranges"}
     return Response(path.read_bytes(), headers=headers)

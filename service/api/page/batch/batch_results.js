@@ -1,6 +1,6 @@
 /** Files with the results of all stacks of a batch: one table, one report, and one archive. */
 
-import { downloadBlob, element } from "../core/elements.js";
+import { downloadBlob, element, formatMessage } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { Problem, request } from "../core/requests.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
@@ -219,8 +219,8 @@ function createReportRow(entry, correctionCounts) {
     element(
       "td",
       {},
-      !isDone && element("span", { class: "failed" }, describeMissingResult(entry)),
-      ...[...notes].map((note) => element("small", {}, note)),
+      !isDone && element("span", { class: "failed" }, formatMessage(describeMissingResult(entry))),
+      ...[...notes].map((note) => element("small", {}, formatMessage(note))),
     ),
   );
 }

@@ -7,7 +7,7 @@ import { isFinished } from "../core/job_requests.js";
 /** @typedef {Record<string, string>} Parameters values by parameter name; parameters with empty values are not sent */
 /** @typedef {{channel: string, time: string, link: string, voxel_size: string}} SharedMetadata parameters that apply only to files that need them: channel: files with several channels; time and link: time series; voxel_size: files without one */
 /** @typedef {{channelCount: number, times: number, lacksVoxelSize: boolean}} Facts the content of a file, regardless of the request parameters */
-/** @typedef {{slug: string, message: string, suggestedValues: Record<string, string>}} EntryProblem */
+/** @typedef {{slug: string, message: string, detail: string, suggestedValues: Record<string, string>}} EntryProblem message: in the terms of the web UI; detail: the message of the service */
 
 /**
  * A file of a batch.

@@ -1,8 +1,7 @@
 /** Dialog with the settings of one stack of a batch: axes, scene, channel, time points and voxel size. */
 
-import { button, element, openDialog } from "../core/elements.js";
+import { button, element, formatMessage, openDialog } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
-import { Problem } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";
 import { MetadataControls } from "../stack/metadata_controls.js";
 import { fetchMiddlePlane, fetchShape, makePlaneParameters } from "../volumes/planes.js";
@@ -64,12 +63,11 @@ export function openEntryDialog(batch, entry, models) {
 
 /** @param {MetadataControls} controls @param {HTMLElement} problemText @param {Entry} entry @param {import("./entries.js").Parameters} parameters of the request */
 function showControls(controls, problemText, { problem, inspection }, parameters) {
-  const asProblem = problem && new Problem(problem.slug, problem.message, 422, problem.suggestedValues);
   const isQuestion =
-    asProblem !== null && (controls.askForIncompleteStack(asProblem) || controls.askForAxes(asProblem, parameters));
+    problem !== null && (controls.askForIncompleteStack(problem) || controls.askForAxes(problem, parameters));
   if (!isQuestion && inspection) controls.show(inspection.file, parameters, inspection.file.example_scene !== null);
   const text = isQuestion ? "" : (problem?.message ?? toPageTerms(inspection?.problem ?? ""));
-  problemText.textContent = text;
+  problemText.replaceChildren(formatMessage(text));
   problemText.hidden = text === "";
   problemText.classList.toggle("warning-text", text !== "");
 }

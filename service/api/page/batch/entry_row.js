@@ -1,7 +1,7 @@
 /** Row of a batch: thumbnail, metadata, state and buttons of one stack. */
 
 import { connection } from "../core/connection.js";
-import { button, element, redraw } from "../core/elements.js";
+import { button, element, formatMessage, redraw } from "../core/elements.js";
 import { showError } from "../core/error_bar.js";
 import { formatBytes, formatCount, formatDuration, formatNumber, formatPart } from "../core/format.js";
 import { requestJson } from "../core/requests.js";
@@ -135,7 +135,7 @@ export class EntryRow {
           "details",
           {},
           element("summary", { class: "small" }, formatCount(notes.length, "note")),
-          element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, note))),
+          element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, formatMessage(note)))),
         ),
     ];
   }
@@ -149,7 +149,7 @@ export class EntryRow {
     return [
       element("strong", { class: isWarning ? "warning-text" : "" }, PHASE_TITLES[phase]),
       isUnknown && element("p", { class: "muted small" }, "before the connection was lost"),
-      isWarning && element("p", { class: "small" }, describeMissingResult(this.entry)),
+      isWarning && element("p", { class: "small" }, formatMessage(describeMissingResult(this.entry))),
       this.progressBar,
       this.progressText,
       staleText,
@@ -203,7 +203,7 @@ export class EntryRow {
           "details",
           {},
           element("summary", { class: "small" }, formatCount(warnings.length, "note")),
-          element("ul", { class: "notes" }, ...warnings.map((warning) => element("li", {}, warning))),
+          element("ul", { class: "notes" }, ...warnings.map((warning) => element("li", {}, formatMessage(warning)))),
         ),
     ];
   }

@@ -1,7 +1,7 @@
 /** Progress and results of a job on a folder on the host of the service. */
 
 import { connection } from "../core/connection.js";
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { showError } from "../core/error_bar.js";
 import { formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { isFinished } from "../core/job_requests.js";
@@ -91,7 +91,8 @@ export function showFolderJob(root, id, signal) {
 
 /** Change the text of a live region only if it differs. @param {HTMLElement} node @param {string} text */
 function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text;
+  const content = formatMessage(text);
+  if (node.textContent !== content.textContent) node.replaceChildren(content);
 }
 
 /** @param {Job} report @param {boolean} isCancelling */
@@ -116,7 +117,9 @@ function describeDetails({ state, seconds_left: secondsLeft, parameters, problem
 /** Show the outcome of each stack. @param {HTMLElement} root @param {Job} report @param {AbortSignal} signal */
 async function showResult(root, report, signal) {
   rememberJob({ job: report.id, objects: report.objects, model: report.model, created: report.created });
-  const warnings = report.warnings.map((warning) => element("li", { class: "warning" }, toPageTerms(warning)));
+  const warnings = report.warnings.map((warning) =>
+    element("li", { class: "warning" }, formatMessage(toPageTerms(warning))),
+  );
   if (report.result === null) {
     root.replaceChildren(element("ul", { class: "notes" }, ...warnings));
     return;
@@ -153,7 +156,11 @@ function createOutcomeRow({ stack, objects, labels, problem, warnings, doubtful 
       "td",
       {},
       ...notes.map((note, index) =>
-        element("p", { class: problem || (doubtful && index === 0) ? "warning-text" : "muted" }, toPageTerms(note)),
+        element(
+          "p",
+          { class: problem || (doubtful && index === 0) ? "warning-text" : "muted" },
+          formatMessage(toPageTerms(note)),
+        ),
       ),
     ),
   );

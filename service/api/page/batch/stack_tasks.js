@@ -109,6 +109,8 @@ function isMissingStack({ status, slug }) {
 
 /** @param {Error} error @returns {import("./entries.js").EntryProblem} */
 function toEntryProblem(error) {
-  const [slug, suggestedValues] = error instanceof Problem ? [error.slug, error.suggestedValues] : ["", {}];
-  return { slug, message: error.message, suggestedValues };
+  const { message } = error;
+  if (!(error instanceof Problem)) return { slug: "", message, detail: message, suggestedValues: {} };
+  const { slug, detail, suggestedValues } = error;
+  return { slug, message, detail, suggestedValues };
 }

@@ -36,6 +36,18 @@ function toNode(child) {
   return child instanceof Node ? child : document.createTextNode(String(child));
 }
 
+/** A quotation of code in a message of the service, such as `access.hosts`. */
+const CODE_PATTERN = /`([^`\n]+)`/;
+
+/** Format a message of the service, or an error with such a message. Text in backticks becomes code. @param {unknown} message @returns {DocumentFragment} */
+export function formatMessage(message) {
+  const text = message instanceof Error ? message.message : String(message);
+  const fragment = document.createDocumentFragment();
+  // The pattern captures the code, so every second part is code.
+  fragment.append(...text.split(CODE_PATTERN).map((part, index) => (index % 2 ? element("code", {}, part) : part)));
+  return fragment;
+}
+
 /**
  * Return the element with the given id. Throws an Error if the document has no such element.
  * @param {string} id

@@ -1,6 +1,6 @@
 /** The error bar above the view. */
 
-import { button, byId, element } from "./elements.js";
+import { button, byId, element, formatMessage } from "./elements.js";
 import { Problem } from "./requests.js";
 
 /** @param {unknown} error @returns {boolean} whether an AbortController canceled the work, for example because another view opened */
@@ -13,10 +13,7 @@ export function showError(error) {
   if (isAbort(error)) return;
   const errorBar = byId("problem");
   errorBar.hidden = false;
-  errorBar.replaceChildren(
-    element("span", {}, error instanceof Error ? error.message : String(error)),
-    button("Close", hideError, "quiet"),
-  );
+  errorBar.replaceChildren(element("span", {}, formatMessage(error)), button("Close", hideError, "quiet"));
   if (!(error instanceof Problem)) console.error(error);
 }
 

@@ -1,5 +1,6 @@
 /** Requests to the service that serves this page. No other host is contacted. */
 
+import { loadValue, saveValue } from "./browser_storage.js";
 import { checkConnection, connection, PROGRESS_INTERVAL_MILLISECONDS } from "./connection.js";
 import { toPageTerms } from "./terminology.js";
 
@@ -40,20 +41,12 @@ export function hasKey() {
 /** @param {string} key */
 export function storeKey(key) {
   keyInMemory = key;
-  try {
-    sessionStorage.setItem(API_KEY_STORAGE_KEY, key);
-  } catch {
-    // If the storage is full or disabled, the key applies until the page is closed.
-  }
+  saveValue("sessionStorage", API_KEY_STORAGE_KEY, key);
 }
 
 /** @returns {string} the API key, "" for none */
 function loadKey() {
-  try {
-    keyInMemory ??= sessionStorage.getItem(API_KEY_STORAGE_KEY);
-  } catch {
-    // The browser blocks storage.
-  }
+  keyInMemory ??= loadValue("sessionStorage", API_KEY_STORAGE_KEY);
   return keyInMemory ?? "";
 }
 

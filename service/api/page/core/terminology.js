@@ -31,7 +31,10 @@ const DISPLAYED_VALUES = {
 };
 /** Indices of channels and scenes, which the web UI counts from 1. A longer number is a name, such as the wavelength 488. @type {Record<string, RegExp>} */
 const INDEX_PATTERNS = { channel: /^\d{1,2}$/, scene: /^\d{1,5}$/ };
-const PARAMETER_PATTERN = new RegExp(`\\b(${Object.keys(SETTING_TITLES).join("|")})=((?:[\\w:-]|[.,](?=\\w))*)`, "g");
+const PARAMETER_PATTERN = new RegExp(
+  `\\b(${Object.keys(SETTING_TITLES).join("|")})=('[^']*'|(?:[\\w:-]|[.,](?=\\w))*)`,
+  "g",
+);
 const ZYX_LENGTHS_PATTERN = /([\d.]+),([\d.]+),([\d.]+)(px|um)\b/g;
 /** The width along y and x, in descriptions of an object diameter. */
 const YX_WIDTH_PATTERN = /([\d.]+) x ([\d.]+) (?=(?:px|um) wide\b)/g;
@@ -80,7 +83,7 @@ function formatIndex(index) {
 export function toPageTerms(text) {
   const textWithTitles = replaceCommands(text).replace(
     PARAMETER_PATTERN,
-    (_, name, value) => `“${describeSetting(name, value)}”`,
+    (_, name, value) => `“${describeSetting(name, value.replaceAll("'", ""))}”`,
   );
   return (
     formatLengths(textWithTitles.replace(YX_WIDTH_PATTERN, "$2 × $1 "))

@@ -1,6 +1,6 @@
 /** Panel for editing labels, with tools, brush options, undo and redo, the annotated region, and export of the labels. */
 
-import { button, createShortcutList, element } from "../core/elements.js";
+import { button, createShortcutList, element, formatMessage } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { getCssColor } from "../volumes/label_colors.js";
 import { BrushControls } from "./brush_controls.js";
@@ -112,7 +112,7 @@ export class CorrectPanel {
 
   /** Show why the labels cannot be corrected. @param {string} text explanation */
   showError(text) {
-    this.root.replaceChildren(element("p", { class: "warning-text" }, text));
+    this.root.replaceChildren(element("p", { class: "warning-text" }, formatMessage(text)));
   }
 
   /** Show that the labels are being prepared. @param {string} text */
@@ -127,7 +127,7 @@ export class CorrectPanel {
 
   /** @param {string} text */
   showHint(text) {
-    this.hint.textContent = text;
+    this.hint.replaceChildren(formatMessage(text));
   }
 
   /** Show the tools. @param {string} introduction explains which labels are edited @param {Map<number, number>} confidences of the objects by id, if they are known */
@@ -173,7 +173,7 @@ export class CorrectPanel {
       element(
         "p",
         { class: "muted small", hidden: !capabilities.corrections || capabilities.training_problem === null },
-        `Training is not available: ${capabilities.training_problem}`,
+        formatMessage(`Training is not available: ${capabilities.training_problem}`),
       ),
       this.annotatedText,
       button(isAnnotation ? "Delete all objects" : "Discard all corrections", actions.discard, "link"),

@@ -1,6 +1,6 @@
 /** Dialog that saves labels as an annotated stack, with its name and the region in which every object is labeled. */
 
-import { button, element, field, openDialog } from "../core/elements.js";
+import { button, element, field, formatMessage, openDialog } from "../core/elements.js";
 import { buildQuery, request, requestJson } from "../core/requests.js";
 import { describeAnnotation } from "../training/annotation_list.js";
 import { checkAnnotation, describeRegion, encodeAnnotation } from "../volumes/annotated_region.js";
@@ -43,7 +43,8 @@ export function openSaveAnnotationDialog({ editor, region, query, name, earlier 
             dialog.close();
           } catch (error) {
             const { message, status } = /** @type {import("../core/requests.js").Problem} */ (error);
-            problemText.textContent = status === 404 ? `${message} Save the labels as a file instead.` : message;
+            const text = status === 404 ? `${message} Save the labels as a file instead.` : message;
+            problemText.replaceChildren(formatMessage(text));
             saveButton.disabled = false;
             saveButton.textContent = "Save";
           }

@@ -1,8 +1,9 @@
 /** Objects that a model suggests for an annotation. The user accepts suggested objects by clicking them. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { pollJob } from "../core/job_requests.js";
+import { toPageTerms } from "../core/terminology.js";
 import { describeProgress } from "../result/progress_view.js";
 import { LabelEditor } from "../volumes/label_edit.js";
 import { fetchShape, fetchVolume } from "../volumes/planes.js";
@@ -108,7 +109,7 @@ export class SuggestionControls {
       tools.showSuggestions(new Suggestions(labels, tools.editor.voxelSize));
       this.update();
     } catch (error) {
-      if (!signal.aborted) this.text.textContent = /** @type {Error} */ (error).message;
+      if (!signal.aborted) this.text.replaceChildren(formatMessage(error));
     }
   }
 
@@ -119,7 +120,7 @@ export class SuggestionControls {
     const job = await pollJob(id, signal, (report) => {
       this.text.textContent = `${describeProgress(report)}.`;
     });
-    if (job.state !== "done") throw new Error(job.problem?.detail ?? "The model was stopped. Try again.");
+    if (job.state !== "done") throw new Error(toPageTerms(job.problem?.detail ?? "The model was stopped. Try again."));
     if (!job.objects)
       throw new Error("The model found no objects. Select another model or another object diameter, and try again.");
     const source = { url: `jobs/${id}/planes`, parameters: {} };

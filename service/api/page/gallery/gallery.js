@@ -1,6 +1,6 @@
 /** Gallery of the models: what each model is for, and its result for a part of the open stack. */
 
-import { button, element, openDialog } from "../core/elements.js";
+import { button, element, formatMessage, openDialog } from "../core/elements.js";
 import { isAbort } from "../core/error_bar.js";
 import { formatCount } from "../core/format.js";
 import { fetchResults, findDoubtedModels } from "../result/advice.js";
@@ -115,7 +115,7 @@ class Gallery {
       const { stack, parameters } = session.trialSource;
       this.statusText.textContent = this.#summarize(findDoubtedModels(await fetchResults(stack, signal), parameters));
     } catch (error) {
-      this.statusText.textContent = isAbort(error) ? "Canceled" : /** @type {Error} */ (error).message;
+      this.statusText.replaceChildren(formatMessage(isAbort(error) ? "Canceled" : error));
       for (const card of this.cards) card.trial.cancel();
     } finally {
       this.#showTrialState(false);
@@ -191,7 +191,7 @@ class ModelCard {
         element("span", { class: "muted small" }, marks),
       ),
       element("p", {}, model.summary ?? ""),
-      model.problem !== null && element("p", { class: "warning-text" }, model.problem),
+      model.problem !== null && element("p", { class: "warning-text" }, formatMessage(model.problem)),
       element(
         "div",
         { class: "gallery-pictures" },

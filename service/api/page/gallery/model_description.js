@@ -1,6 +1,6 @@
 /** Description of a model: picture, purpose, training data, licence and citations. */
 
-import { element } from "../core/elements.js";
+import { element, formatMessage } from "../core/elements.js";
 import { formatNumber } from "../core/format.js";
 import { showPicture } from "../core/requests.js";
 
@@ -29,7 +29,7 @@ async function loadPicture(path, image, placeholder, signal) {
     await showPicture(path, image, signal);
     placeholder.hidden = true;
   } catch (error) {
-    placeholder.textContent = /** @type {Error} */ (error).message;
+    placeholder.replaceChildren(formatMessage(error));
   }
 }
 

@@ -1,6 +1,6 @@
 /** Result of one model for a part of the stack: a plane with outlines, the number of objects, and the confidence. */
 
-import { element } from "../core/elements.js";
+import { element, formatMessage } from "../core/elements.js";
 import { formatCount, formatDuration } from "../core/format.js";
 import { describeUsedDiameter } from "../core/terminology.js";
 import { estimateQuantiles, extractPlane, paintGray, paintLabels } from "../volumes/slices.js";
@@ -55,7 +55,7 @@ export class TrialView {
   /** Show why the model cannot segment the part. @param {string} reason */
   fail(reason) {
     this.#showPlaceholder("No result");
-    this.text.replaceChildren(element("p", { class: "warning-text" }, reason));
+    this.text.replaceChildren(element("p", { class: "warning-text" }, formatMessage(reason)));
   }
 
   /** @param {Part} part @param {Outcome} outcome */
@@ -79,7 +79,7 @@ export class TrialView {
         [describeUsedDiameter(diameter), formatDuration(seconds)].filter(Boolean).join(" · "),
       ),
     );
-    if (warning) this.text.append(element("p", { class: "small gallery-warning" }, warning));
+    if (warning) this.text.append(element("p", { class: "small gallery-warning" }, formatMessage(warning)));
   }
 
   /** Draw a plane of the part with the outlines of its objects. @param {number} z */

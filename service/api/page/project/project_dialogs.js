@@ -1,6 +1,6 @@
 /** Dialogs that create a project, add displayed results to a project, and add any results to the displayed project. */
 
-import { button, element, field, openDialog } from "../core/elements.js";
+import { button, element, field, formatMessage, openDialog } from "../core/elements.js";
 import { formatAge, formatCount } from "../core/format.js";
 import { requestJson } from "../core/requests.js";
 import { describeAnnotation, fetchAnnotations } from "../training/annotation_list.js";
@@ -34,7 +34,7 @@ function openForm(title, submitText, content, submit) {
     try {
       if ((await submit()) !== false) dialog.close();
     } catch (error) {
-      problemText.textContent = /** @type {Error} */ (error).message;
+      problemText.replaceChildren(formatMessage(error));
     }
     submitButton.disabled = false;
   };

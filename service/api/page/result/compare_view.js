@@ -1,6 +1,6 @@
 /** Comparison of two results for one stack, in synchronized views side by side. */
 
-import { element, setTitle } from "../core/elements.js";
+import { element, formatMessage, setTitle } from "../core/elements.js";
 import { formatCount, formatPart } from "../core/format.js";
 import { buildQuery, requestJson } from "../core/requests.js";
 import { describeObjectCount, loadRecentJobs } from "../stack/recent_jobs.js";
@@ -187,7 +187,7 @@ class ComparisonSide {
  */
 export async function showComparison(root, ids, signal) {
   /** @type {Job[]} */
-  const jobs = await Promise.all(ids.slice(0, 2).map((id) => requestJson(`jobs/${id}`, { signal })));
+  const jobs = await Promise.all(ids.map((id) => requestJson(`jobs/${id}`, { signal })));
   const stackId = String(jobs[0].parameters.stack ?? "");
   const results = listResults(stackId);
   let compareTimer = 0;
@@ -239,7 +239,7 @@ export async function showComparison(root, ids, signal) {
       await loadTimePoint(sides, stackId, file, planeParameters, timeSlider.time, loadSignal);
       await comparison.update();
     } catch (error) {
-      if (!loadSignal.aborted) agreementText.textContent = /** @type {Error} */ (error).message;
+      if (!loadSignal.aborted) agreementText.replaceChildren(formatMessage(error));
     }
   };
   timeSlider.addEventListener("change", showTimePoint);

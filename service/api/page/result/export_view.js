@@ -1,6 +1,6 @@
 /** Export of a result as files, a screenshot of the views, and scripts that repeat the request. */
 
-import { button, downloadBlob, element, redraw } from "../core/elements.js";
+import { button, downloadBlob, element, formatMessage, redraw } from "../core/elements.js";
 import { formatDate } from "../core/format.js";
 import { hasKey, request } from "../core/requests.js";
 import { createScripts, KEY_VARIABLE } from "./export_scripts.js";
@@ -36,7 +36,7 @@ export function createExportView(job, name, isTemporary, takeScreenshot) {
           downloadBlob(await createFile(), stem + suffix);
           statusText.textContent = `Saved ${stem}${suffix}`;
         } catch (error) {
-          statusText.textContent = /** @type {Error} */ (error).message;
+          statusText.replaceChildren(formatMessage(error));
         }
       },
       "secondary",

@@ -1,6 +1,6 @@
 /** Explanations of why there is no result: the job failed, was canceled or expired, or the service no longer has it. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { toPageTerms } from "../core/terminology.js";
 
 /** Create an explanation of why a job has no result. @param {Pick<import("openapi").JobReport, "state"> & Partial<import("openapi").JobReport>} job that ended without a result */
@@ -18,7 +18,9 @@ export function createFailureExplanation(job) {
     element(
       "p",
       { class: job.problem ? "warning-text" : "muted" },
-      job.problem ? toPageTerms(job.problem.detail) : "Change the settings if necessary, and press Segment again.",
+      formatMessage(
+        job.problem ? toPageTerms(job.problem.detail) : "Change the settings if necessary, and press Segment again.",
+      ),
     ),
   );
 }
@@ -29,7 +31,7 @@ export function createUnreadableResultExplanation(error, retry) {
     "div",
     { class: "run" },
     element("h2", {}, "The result cannot be shown"),
-    element("p", { class: "warning-text", role: "alert" }, error.message),
+    element("p", { class: "warning-text", role: "alert" }, formatMessage(error)),
     button("Try again", retry, "secondary"),
   );
 }

@@ -1,6 +1,6 @@
 /** Warnings, advice and notes about a result. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { formatCount } from "../core/format.js";
 import { describeSetting, toPageTerms } from "../core/terminology.js";
 import {
@@ -53,7 +53,7 @@ export function createNotes(job, results, segmentWith, compareModels) {
             element("details", {}, element("summary", {}, formatCount(notes.length, "note")), createNoteList(notes)),
           ),
         ]
-      : notes.map((note) => element("li", {}, note))),
+      : notes.map((note) => element("li", {}, formatMessage(note)))),
   );
 }
 
@@ -63,7 +63,7 @@ function createCorrectionNote(note, segmentWith) {
   return element(
     "li",
     { class: "advice" },
-    element("p", {}, toPageTerms(note.replace(CORRECTION_PATTERN, ""))),
+    element("p", {}, formatMessage(toPageTerms(note.replace(CORRECTION_PATTERN, "")))),
     button("Use the specified diameter", () => segmentWith({ diameter }), "secondary"),
   );
 }
@@ -98,13 +98,13 @@ function createWarning(job, warning, results, segmentWith) {
     return element(
       "li",
       { class: "warning" },
-      element("p", {}, `${text} ${describeTrial(job, suggestion, triedResult, results)}`),
+      element("p", {}, formatMessage(`${text} ${describeTrial(job, suggestion, triedResult, results)}`)),
     );
   }
   return element(
     "li",
     { class: "warning" },
-    element("p", {}, warning),
+    element("p", {}, formatMessage(warning)),
     suggestion &&
       segmentWith &&
       button(describeSuggestion(suggestion), () => segmentWith({ [suggestion.parameter]: suggestion.value })),
@@ -139,5 +139,5 @@ function describeTrial(job, { parameter, value }, triedResult, results) {
 
 /** @param {string[]} notes */
 function createNoteList(notes) {
-  return element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, note)));
+  return element("ul", { class: "notes" }, ...notes.map((note) => element("li", {}, formatMessage(note))));
 }

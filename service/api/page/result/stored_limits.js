@@ -1,5 +1,7 @@
 /** Limits of the displayed objects of each result, saved in the local storage of this browser. */
 
+import { loadList, saveValue } from "../core/browser_storage.js";
+
 /** @typedef {Map<string, [number, number]>} Limits smallest and largest value by column of the table; infinite if there is no limit */
 /** @typedef {{job: string, limits: [string, number | null, number | null][], shown: number}} StoredLimits limits: column, smallest and largest value, null if there is no limit; shown: number of objects within the limits */
 
@@ -8,12 +10,7 @@ const MAX_RESULTS = 200;
 
 /** @returns {StoredLimits[]} newest first */
 function loadEntries() {
-  try {
-    const entries = JSON.parse(localStorage.getItem(STORAGE_KEY) ?? "[]");
-    return Array.isArray(entries) ? entries : [];
-  } catch {
-    return [];
-  }
+  return loadList(STORAGE_KEY);
 }
 
 /** @param {string} job id @returns {Limits} empty if all objects are displayed */
@@ -35,11 +32,7 @@ export function saveLimits(job, limits, shown) {
     ([column, [low, high]]) => /** @type {[string, number, number]} */ ([column, low, high]),
   );
   if (rows.length > 0) entries.unshift({ job, limits: rows, shown });
-  try {
-    localStorage.setItem(STORAGE_KEY, JSON.stringify(entries.slice(0, MAX_RESULTS)));
-  } catch {
-    // If the storage is full or disabled, the limits apply until the page is closed.
-  }
+  saveValue("localStorage", STORAGE_KEY, JSON.stringify(entries.slice(0, MAX_RESULTS)));
 }
 
 /** Return the query string that makes the service leave out the hidden objects of a result. @param {Limits} limits @returns {string} "" if all objects are displayed */

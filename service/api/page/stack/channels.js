@@ -1,6 +1,6 @@
 /** Channels of a stack: their colors and names, and toggles that overlay channels in the views. */
 
-import { element, redraw } from "../core/elements.js";
+import { element, formatMessage, redraw } from "../core/elements.js";
 import { hasChanged } from "../core/store.js";
 import { chooseContrast } from "../viewer/scene.js";
 
@@ -132,7 +132,7 @@ export class ChannelTools {
       });
       if (image && isNew) changeOverlay(chooseContrast(image));
     } catch (error) {
-      if (!signal.aborted) this.viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
+      if (!signal.aborted) this.viewer.fetchStatus.replaceChildren(formatMessage(error));
     }
   }
 

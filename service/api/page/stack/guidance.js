@@ -1,7 +1,6 @@
 /** Explanations that are shown next to the views before a stack is segmented. */
 
-import { createShortcutList, element } from "../core/elements.js";
-import { toPageTerms } from "../core/terminology.js";
+import { createShortcutList, element, formatMessage } from "../core/elements.js";
 
 /** Create an explanation of why a stack cannot be shown. @param {import("../core/requests.js").Problem} problem */
 export function createUnreadableStackExplanation(problem) {
@@ -9,12 +8,12 @@ export function createUnreadableStackExplanation(problem) {
   const text =
     problem.slug === "ambiguous-axes"
       ? "The file does not specify its axes. Select them on the left, then check the slices."
-      : toPageTerms(problem.message);
+      : problem.message;
   return element(
     "div",
     { class: "run" },
     element("h2", {}, title),
-    element("p", { class: "muted" }, text),
+    element("p", { class: "muted" }, formatMessage(text)),
     problem.slug !== "ambiguous-axes" && element("a", { href: "#" }, "Open another file"),
   );
 }

@@ -1,6 +1,6 @@
 /** Controls for metadata that is missing from a file or that the user can override: scene, axes, channel, time points, voxel size. */
 
-import { button, element, field, redraw } from "../core/elements.js";
+import { button, element, field, formatMessage, redraw } from "../core/elements.js";
 import { formatCount, formatNumber } from "../core/format.js";
 import { SETTING_TITLES } from "../core/terminology.js";
 import { findScene } from "../volumes/planes.js";
@@ -70,7 +70,7 @@ export class MetadataControls {
 
   /**
    * Ask the user for the axes of a stack that cannot be read without them.
-   * @param {import("../core/requests.js").Problem} problem @param {Parameters} parameters
+   * @param {import("../batch/entries.js").EntryProblem} problem @param {Parameters} parameters
    * @returns {boolean} false if the problem is not caused by the axes
    */
   askForAxes(problem, parameters) {
@@ -87,7 +87,11 @@ export class MetadataControls {
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Axes of the file" },
-        element("p", {}, shape.length > 0 ? describeUnnamedAxes(shape, problem.message) : problem.message),
+        element(
+          "p",
+          {},
+          formatMessage(shape.length > 0 ? describeUnnamedAxes(shape, problem.message) : problem.message),
+        ),
         element(
           "ul",
           { class: "axes-options" },
@@ -121,7 +125,7 @@ export class MetadataControls {
 
   /**
    * Ask the user whether to use the planes that are present, if the file lacks some.
-   * @param {import("../core/requests.js").Problem} problem
+   * @param {import("../batch/entries.js").EntryProblem} problem
    * @returns {boolean} false if the problem is not caused by missing planes
    */
   askForIncompleteStack(problem) {
@@ -132,7 +136,7 @@ export class MetadataControls {
       element(
         "div",
         { class: "question", role: "group", "aria-label": "Missing planes" },
-        element("p", {}, problem.message),
+        element("p", {}, formatMessage(problem.message)),
         button("Use the planes that are present", () => this.changeParameters({ allow_incomplete }), "secondary"),
       ),
     ]);

@@ -1,6 +1,6 @@
 /** Previews of the channels or scenes of a stack, as buttons that select one of them. */
 
-import { element } from "../core/elements.js";
+import { element, formatMessage } from "../core/elements.js";
 import { estimateQuantiles, extractPlane, paintGray } from "../volumes/slices.js";
 
 /** @typedef {import("../volumes/planes.js").Volume} Volume */
@@ -44,7 +44,7 @@ async function drawPreviews(buttons, previews) {
       if (canvas) drawPreview(canvas, volume, color);
     } catch (error) {
       canvas?.remove();
-      buttons[index].title = /** @type {Error} */ (error).message;
+      buttons[index].title = formatMessage(error).textContent ?? "";
     }
   }
 }

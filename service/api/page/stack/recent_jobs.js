@@ -1,5 +1,6 @@
 /** List of recent jobs with thumbnails, saved in the local storage of this browser. */
 
+import { loadList, saveValue } from "../core/browser_storage.js";
 import { formatCount } from "../core/format.js";
 import { Problem, requestJson } from "../core/requests.js";
 
@@ -18,12 +19,7 @@ const MAX_LISTED_JOBS = 100;
 
 /** @returns {RecentJob[]} newest first */
 export function loadRecentJobs() {
-  try {
-    const storedJobs = JSON.parse(localStorage.getItem(JOBS_STORAGE_KEY) ?? "[]");
-    return Array.isArray(storedJobs) ? storedJobs : [];
-  } catch {
-    return [];
-  }
+  return loadList(JOBS_STORAGE_KEY);
 }
 
 /** Add a job to the list, or update its entry. @param {Partial<RecentJob> & {job: string}} entry */
@@ -104,9 +100,5 @@ export function forgetJob(job) {
 
 /** @param {RecentJob[]} jobs */
 function saveJobs(jobs) {
-  try {
-    localStorage.setItem(JOBS_STORAGE_KEY, JSON.stringify(jobs.slice(0, MAX_JOBS)));
-  } catch {
-    // If the storage is full or disabled, the list is not saved.
-  }
+  saveValue("localStorage", JOBS_STORAGE_KEY, JSON.stringify(jobs.slice(0, MAX_JOBS)));
 }

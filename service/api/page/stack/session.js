@@ -1,7 +1,7 @@
 /** The open stack with its metadata, its jobs, and the displayed planes and time point. */
 
 import { waitForConnection } from "../core/connection.js";
-import { byId, element } from "../core/elements.js";
+import { byId, element, formatMessage } from "../core/elements.js";
 import { isAbort } from "../core/error_bar.js";
 import { cancelJob, createJob, pollJob, wasConnectionLost } from "../core/job_requests.js";
 import { buildQuery, Problem, requestJson } from "../core/requests.js";
@@ -309,7 +309,7 @@ export class Session {
       );
     } catch (error) {
       if (isAbort(error)) return undefined;
-      viewer.fetchStatus.textContent = /** @type {Error} */ (error).message;
+      viewer.fetchStatus.replaceChildren(formatMessage(error));
       if (!(await wasConnectionLost(error, signal)) || signal.aborted) return undefined;
       this.displayedPlaneParametersJson = "";
       this.inspectLater();

@@ -1,6 +1,6 @@
 /** Panel with the metadata of a stack, the settings of the segmentation, and the button that starts the segmentation. */
 
-import { button, element, field } from "../core/elements.js";
+import { button, element, field, formatMessage } from "../core/elements.js";
 import { formatBytes, formatDuration, formatNumber } from "../core/format.js";
 import { formatLengths, SETTING_TITLES, toPageTerms } from "../core/terminology.js";
 import { AXIS_LEGEND, MetadataControls } from "./metadata_controls.js";
@@ -258,7 +258,7 @@ export class SettingsView extends EventTarget {
         : []),
       ...(file.times > 1 ? [createChip("Time points", String(file.times))] : []),
     );
-    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, toPageTerms(note))));
+    this.notes.replaceChildren(...file.notes.map((note) => element("li", {}, formatMessage(toPageTerms(note)))));
     this.metadata.show(file, this.parameters, needsScene);
     const model = this.models.find((candidate) => candidate.name === this.parameters.model);
     if (this.modelSummary) this.modelSummary.textContent = model?.summary ?? "";
@@ -273,14 +273,16 @@ export class SettingsView extends EventTarget {
         ? "Select the channel to segment."
         : inspection.problem && toPageTerms(inspection.problem);
     this.controls.querySelector("#channel")?.closest(".field")?.classList.toggle("required", needsChannel);
-    this.estimateText.textContent = problem ?? (estimate ? describeEstimate(estimate, inspection.seconds) : "");
+    this.estimateText.replaceChildren(
+      formatMessage(problem ?? (estimate ? describeEstimate(estimate, inspection.seconds) : "")),
+    );
   }
 
   /** Show why the service cannot read the stack, and offer to set its axes or to use it without the missing planes. @param {Problem} problem */
   showProblem(problem) {
     this.runButton.disabled = this.annotateButton.disabled = true;
     // Before the first successful inspection, the side panel shows the message.
-    this.estimateText.textContent = this.inspection ? problem.message : "";
+    this.estimateText.replaceChildren(formatMessage(this.inspection ? problem : ""));
     this.estimateText.classList.add("warning-text");
     const isAnswerable =
       this.metadata.askForIncompleteStack(problem) || this.metadata.askForAxes(problem, this.parameters);

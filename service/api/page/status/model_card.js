@@ -1,6 +1,6 @@
 /** Card with the state and engine of each model, and the engine configurations that were tested. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { formatBytes, formatCount, formatNumber } from "../core/format.js";
 import { createTable, formatSeconds } from "./card.js";
 
@@ -39,7 +39,7 @@ export function createModelElement(
       ),
       removable && button("Delete", () => onremove(name), "link"),
     ),
-    problem !== null && element("p", { class: "warning-text" }, problem),
+    problem !== null && element("p", { class: "warning-text" }, formatMessage(problem)),
     engine === null
       ? hint !== "" && element("p", { class: "muted" }, hint)
       : createEngineElement(name, engine, expandedNames),
@@ -76,7 +76,11 @@ function createEngineElement(name, engine, expandedNames) {
       cached && " Reused from an earlier run of the service.",
     ),
     warnings.length > 0 &&
-      element("ul", { class: "notes" }, ...warnings.map((text) => element("li", { class: "warning" }, text))),
+      element(
+        "ul",
+        { class: "notes" },
+        ...warnings.map((text) => element("li", { class: "warning" }, formatMessage(text))),
+      ),
     trials.length > 0 && details,
   );
 }

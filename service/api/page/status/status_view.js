@@ -1,6 +1,6 @@
 /** Status view for operators: devices, queue, models, training runs, disk usage and recent requests. */
 
-import { button, element } from "../core/elements.js";
+import { button, element, formatMessage } from "../core/elements.js";
 import { formatBytes, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, requestWithoutPrompt } from "../core/requests.js";
 import { describeStage } from "../training/training_view.js";
@@ -58,7 +58,7 @@ async function waitUntilVisible(signal) {
 function showProblem(root, problem) {
   const title = problem.status === 401 ? "The status is available only to operators" : "The status is not available";
   root.replaceChildren(
-    element("section", { class: "card" }, element("h2", {}, title), element("p", {}, problem.message)),
+    element("section", { class: "card" }, element("h2", {}, title), element("p", {}, formatMessage(problem))),
   );
 }
 
@@ -121,7 +121,7 @@ class StatusView {
   showRefreshProblem(problem) {
     this.previousCpuReading = null;
     this.healthCard.show(problem.message, (text) => [
-      element("p", { class: "warning-text" }, text),
+      element("p", { class: "warning-text" }, formatMessage(text)),
       element("p", { class: "muted" }, "The rest of this page shows the last known status."),
     ]);
   }
@@ -142,7 +142,7 @@ class StatusView {
       this.reloadStatus.textContent = `Deleted ${name}.`;
       await this.onreload();
     } catch (error) {
-      this.reloadStatus.textContent = /** @type {Error} */ (error).message;
+      this.reloadStatus.replaceChildren(formatMessage(error));
     }
   }
 
@@ -151,10 +151,10 @@ class StatusView {
     this.reloadStatus.textContent = "Reading the model folders";
     try {
       const report = await (await requestWithoutPrompt("models/reload", { method: "POST" })).json();
-      this.reloadStatus.textContent = describeReload(report);
+      this.reloadStatus.replaceChildren(formatMessage(describeReload(report)));
       await this.onreload();
     } catch (error) {
-      this.reloadStatus.textContent = /** @type {Error} */ (error).message;
+      this.reloadStatus.replaceChildren(formatMessage(error));
     }
     this.reloadButton.disabled = false;
   }
@@ -172,7 +172,7 @@ function describeReload({ broken, ...changes }) {
 
 /** @param {Health} health */
 function createHealthElements({ status, version, uptime_seconds, reasons, degraded }) {
-  const notes = [...reasons, ...degraded].map((text) => element("li", { class: "warning" }, text));
+  const notes = [...reasons, ...degraded].map((text) => element("li", { class: "warning" }, formatMessage(text)));
   return [
     element(
       "p",
@@ -227,7 +227,7 @@ function createTrainingElements({ problem, trainings, annotations, models, model
       {},
       `${formatCount(annotations, "annotated stack")}, ${formatNumber(models)} of at most ${formatCount(models_limit, "trained model")}.`,
     ),
-    problem !== null && element("p", { class: "muted" }, `Training is not available: ${problem}`),
+    problem !== null && element("p", { class: "muted" }, formatMessage(`Training is not available: ${problem}`)),
     rows.length > 0
       ? createTable(
           "Running and waiting training runs",

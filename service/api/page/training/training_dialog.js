@@ -1,6 +1,6 @@
 /** Dialog that starts a training run on annotated stacks. */
 
-import { button, element, field, openDialog } from "../core/elements.js";
+import { button, element, field, formatMessage, openDialog } from "../core/elements.js";
 import { Problem, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { describeAnnotation, fetchAnnotations } from "./annotation_list.js";
 
@@ -71,7 +71,7 @@ export async function openTrainingDialog(maxMinutes, model = "") {
       dialog.close();
       location.hash = `training=${id}`;
     } catch (error) {
-      problemText.textContent = /** @type {Error} */ (error).message;
+      problemText.replaceChildren(formatMessage(error));
     }
   };
   const emptyText = element(

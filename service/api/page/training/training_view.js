@@ -1,6 +1,6 @@
 /** Progress and result of a training run, and the list of training runs. */
 
-import { button, element, redraw } from "../core/elements.js";
+import { button, element, formatMessage, redraw } from "../core/elements.js";
 import { formatAge, formatCount, formatDuration, formatNumber } from "../core/format.js";
 import { Problem, request, requestJson, requestWithoutPrompt } from "../core/requests.js";
 import { toPageTerms } from "../core/terminology.js";
@@ -112,7 +112,7 @@ class TrainingView {
         await requestWithoutPrompt(`models/${model}`, { method: "DELETE" });
         this.show({ ...trainingRun, model: null });
       } catch (error) {
-        deleteButton.replaceWith(element("p", { class: "warning-text" }, /** @type {Error} */ (error).message));
+        deleteButton.replaceWith(element("p", { class: "warning-text" }, formatMessage(error)));
       }
     };
     const deleteButton = button("Delete the model", deleteModel, "link");
@@ -146,7 +146,11 @@ class TrainingView {
           "Measured on held-out parts of the annotated stacks. An object is correct if it overlaps an annotated one by more than 50%.",
         ),
       message &&
-        element("p", { class: hasFailed ? "warning-text" : "muted" }, toPageTerms(message.replace(COUNTS_PATTERN, ""))),
+        element(
+          "p",
+          { class: hasFailed ? "warning-text" : "muted" },
+          formatMessage(toPageTerms(message.replace(COUNTS_PATTERN, ""))),
+        ),
       hasFailed &&
         annotations.length > 0 &&
         element("p", {}, element("a", { href: `#annotated=${annotations[0]}` }, "Continue the annotation")),
