@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
+
 import pytest
+from fastapi.routing import APIRoute
 from job_service import Service
 from live import as_tiff, parse_problem
 from pixels import noise
@@ -34,6 +37,29 @@ def test_unknown_and_repeated_parameters_are_rejected(service: Service, method: 
 
     assert parse_problem(response) == (422, "bad-parameter")
     assert response.json()["parameter"] == parameter
+
+
+def test_all_routes_refuse_unknown_parameters_except_those_for_monitoring_and_pages(service: Service) -> None:
+    routes: list[APIRoute] = service.app.state.endpoints
+    ids = {"name": "bands", "job": service.submit(STACK)["id"], "stack": service.post("/stacks", STACK).json()["id"]}
+    open_paths = set()
+    for route in routes:
+        # The identifiers of other resources do not exist.
+        path = route.path.format_map(dict.fromkeys(route.param_convertors, "0" * 32) | ids)
+        for method in sorted(route.methods):
+            response = service.client.request(method, f"{path}?unknown=1&unknown=2")
+            if response.status_code != HTTPStatus.UNPROCESSABLE_ENTITY:
+                open_paths.add(route.path)
+                assert method in {"GET", "HEAD"}
+            elif method != "HEAD":
+                assert parse_problem(response) == (422, "bad-parameter"), (method, path)
+                assert "unknown" in response.text or path == "/stacks", (method, path)
+    assert open_paths == {
+        *("/", "/page/{name}", "/page/{folder}/{name}", "/docs", "/docs/{name}", "/openapi.json"),
+        *("/health", "/metrics"),
+        *(f"{prefix}/health/{name}" for prefix in ("", "/v1", "/v2") for name in ("live", "ready")),
+    }
+    assert service.client.get(f"/jobs/{ids['job']}").status_code == HTTPStatus.OK
 
 
 def test_known_parameters_and_repeated_filters_are_accepted(service: Service) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_caller, get_quota_name
+from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
@@ -79,7 +79,7 @@ async def submit_job(request: Request, runtime: RuntimeDependency, async_jobs: A
     return await accept_job(request, runtime, async_jobs)
 
 
-@router.get("/jobs", dependencies=CHECKED_QUERY)
+@router.get("/jobs")
 async def list_jobs(
     request: Request,
     async_jobs: AsyncJobsDependency,
@@ -113,7 +113,7 @@ async def follow_job(
     )
 
 
-@router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES, dependencies=CHECKED_QUERY)
+@router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES)
 async def download_result(
     request: Request,
     runtime: RuntimeDependency,
