@@ -48,6 +48,13 @@ ObjectLimits = Annotated[
         examples=[["confidence:0.8:", "touching_border:0:0"]],
     ),
 ]
+KeepFinished = Annotated[
+    bool,
+    Query(
+        description="Do nothing if the job has already ended. Otherwise, canceling a job that ends at the same moment"
+        " deletes its result.",
+    ),
+]
 
 EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -154,13 +161,15 @@ async def download_result(
 
 
 @router.delete("/jobs/{job}", status_code=204)
-async def cancel_job(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
+async def cancel_job(
+    request: Request, async_jobs: AsyncJobsDependency, job: JobId, *, keep_finished: KeepFinished = False
+) -> None:
     """Cancel or delete a job.
 
     A waiting or running job is cancelled. A running job stops before the next batch of windows. A job that has ended is
-    deleted, together with its result.
+    deleted, together with its result, unless `keep_finished` is true.
     """
-    await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
+    await run_in_thread(partial(async_jobs.cancel, job, get_caller(request), keep_finished=keep_finished))
 
 
 async def _stream_events(
