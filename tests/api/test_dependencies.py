@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from http import HTTPStatus
 
 import pytest
@@ -70,3 +71,32 @@ def test_known_parameters_and_repeated_filters_are_accepted(service: Service) ->
     assert "measurements" in service.client.get(f"/jobs/{job['id']}/result", params=query).json()["detail"]
     assert service.client.get("/jobs?limit=1").status_code == 200
     assert service.client.get(f"/jobs/{job['id']}/planes?axis=y&from=0&to=2").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", ['{"name": "a", "name": "b"}', '{"name": "a", "add": [{"kind": "job", "id": "1", "id": "2"}]}']
+)
+def test_repeated_members_of_json_bodies_are_rejected(service: Service, body: str) -> None:
+    response = service.client.post("/projects", content=body, headers={"Content-Type": "application/json"})
+    assert parse_problem(response) == (422, "bad-parameter")
+    assert "is given 2 times" in response.json()["detail"]
+    assert service.client.get("/projects").json() == {"projects": []}
+
+
+def test_compressed_json_bodies_are_rejected(service: Service) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = service.client.post("/projects", content=gzip.compress(b'{"name": "a"}'), headers=headers)
+    assert parse_problem(response) == (415, "unsupported-media")
+    assert "gzip" in response.json()["detail"]
+
+
+def test_repeated_list_headers_are_one_list(service: Service) -> None:
+    asynchronous = [("Prefer", "wait=10"), ("Prefer", "respond-async"), ("Content-Type", "image/tiff")]
+    submitted = service.client.post("/segment", content=STACK, headers=asynchronous)
+    assert submitted.status_code == HTTPStatus.ACCEPTED
+    job = service.wait(submitted.json(), "done")
+    path = f"/jobs/{job['id']}/result"
+    accepted = service.client.get(path, headers=[("Accept", "image/png"), ("Accept", "application/x-npy")])
+    assert accepted.headers["content-type"] == "application/x-npy"
+    etags = [("If-None-Match", '"other"'), ("If-None-Match", service.client.get(path).headers["etag"])]
+    assert service.client.get(path, headers=etags).status_code == HTTPStatus.NOT_MODIFIED

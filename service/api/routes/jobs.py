@@ -13,6 +13,7 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
 from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
+from service.api.messages.headers import get_list_header
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
@@ -139,7 +140,7 @@ async def download_result(
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)
-        media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+        media_type = choose_media_type(get_list_header(request.scope, b"accept"), metadata)
         exit_stack.pop_all()
     if object_filter is not None:
         result = FilteredResult(file, metadata, media_type, object_filter)
