@@ -36,15 +36,14 @@ import httpx2
 import numpy as np
 import tifffile
 from common import TIFF, wait_for
-from processes import Sampler, count_descriptors, count_threads, resident_bytes
+from processes import Sampler, count_descriptors, count_threads, process_tree, resident_bytes
 from server import EAGER_ENGINE, Server, Stack, make_stacks, measure
-
-from service.serving.storage.readers import LARGE_FILE_READER_COUNT, SMALL_FILE_READER_COUNT
 
 PROBE = Path(__file__).with_name("probe.py")
 TIMEOUT_SECONDS = 120
-# The processes that read files are started when they are needed, and have up to four descriptors each.
-READER_DESCRIPTORS = 4 * (SMALL_FILE_READER_COUNT + LARGE_FILE_READER_COUNT)
+# Readers of files are started when they are needed. Each is a pair of processes with 8 descriptors, and the server has
+# 3 more for it.
+READER_DESCRIPTORS = 11
 
 
 class Client:
@@ -171,6 +170,7 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
     with server.run() as http:
         address = str(http.base_url)
         before = Usage.of_process(server.process.pid)
+        idle = count_request_descriptors(server.process.pid)
         command = [sys.executable, PROBE, http.base_url.host, str(http.base_url.port), str(seconds)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as probe:
             end = time.monotonic() + seconds
@@ -189,8 +189,7 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
             assert 'status="500"' not in metrics, metrics
             assert http.get("/jobs?limit=1000").json()["jobs"] == []
             # A busy server notices disconnected clients late.
-            limit = before.descriptors + READER_DESCRIPTORS
-            wait_for(lambda: Usage.of_process(server.process.pid).descriptors <= limit)
+            assert wait_for(lambda: count_request_descriptors(server.process.pid) <= idle), "Files were left open."
             after = Usage.of_process(server.process.pid)
 
         def list_files() -> list[Path]:
@@ -205,6 +204,11 @@ def run(seconds: float, clients: int, models: Path, folder: Path) -> dict[str, A
         "idle": {"before": before._asdict(), "after": after._asdict()},
         **summarize(interval_medians(usage.samples, interval := min(seconds / 4, 60.0)), interval),
     }
+
+
+def count_request_descriptors(pid: int) -> int:
+    """Count the open files of a service, except those of its readers."""
+    return count_descriptors(pid) - READER_DESCRIPTORS * (len(process_tree(pid)) // 2)
 
 
 def summarize(medians: list[Usage], seconds: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,6 +27,7 @@ from service.api.access.trusted_hosts import (
     TrustedHosts,
 )
 from service.api.agents import route as agents
+from service.api.dependencies import check_query
 from service.api.kserve import route as kserve
 from service.api.messages.error_responses import (
     EXCEPTION_HANDLERS,
@@ -58,21 +59,21 @@ from service.serving.storage.threads import start_file_threads
 if TYPE_CHECKING:
     from service.api.agents.server import AgentServer
 
-_ROUTE_MODULES = (
-    segment,
-    jobs,
-    stacks,
-    planes,
-    corrections,
-    trainings,
-    projects,
-    models,
-    status,
-    agents,
-    kserve,
-    docs,
-    page,
+_ROUTERS = (
+    segment.router,
+    jobs.router,
+    stacks.router,
+    planes.router,
+    corrections.router,
+    trainings.router,
+    projects.router,
+    models.router,
+    status.router,
+    agents.router,
+    kserve.router,
 )
+# Routes that ignore unknown parameters. Probes, scrapers, links and caches add parameters of their own.
+_OPEN_ROUTERS = (status.monitoring_router, docs.router, page.router)
 
 
 class Application(FastAPI):
@@ -148,14 +149,13 @@ def create_app(settings: Settings, factories: ServiceFactories = DEFAULT_FACTORI
     app.state.annotations, app.state.trainings = service.annotations, service.trainings
     app.state.projects = service.projects
     # `app.routes` does not list the routes of included routers individually.
-    app.state.endpoints = [
-        route for module in _ROUTE_MODULES for route in module.router.routes if isinstance(route, APIRoute)
-    ]
-    for module in _ROUTE_MODULES:
-        app.include_router(module.router)
-    head_router = _make_head_router(app.state.endpoints)
-    app.include_router(head_router)
-    app.state.endpoints += head_router.routes
+    app.state.endpoints = []
+    for routers, dependencies in ((_ROUTERS, [Depends(check_query)]), (_OPEN_ROUTERS, [])):
+        endpoints = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+        head_router = _make_head_router(endpoints)
+        for router in (*routers, head_router):
+            app.include_router(router, dependencies=dependencies)
+        app.state.endpoints += [*endpoints, *head_router.routes]
     for error_type, handler in EXCEPTION_HANDLERS.items():
         app.add_exception_handler(error_type, handler)
     app.add_exception_handler(Exception, UNEXPECTED_HANDLER)

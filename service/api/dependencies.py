@@ -66,14 +66,20 @@ def get_caller(request: Request) -> str | None:
 async def check_query(request: Request) -> None:
     """Raise BadParameter if the query has a parameter that the route does not have, or one of them several times.
 
-    FastAPI ignores unknown parameters, so that the response to a misspelled one would be silently wrong.
+    FastAPI ignores unknown parameters, so that the response to a misspelled one would be silently wrong. Routes that
+    list parameters in `openapi_extra` check them themselves.
     """
+    if "parameters" in (request.scope["route"].openapi_extra or ()):
+        return
     parameters = dict(_list_query_parameters(request.scope["route"].dependant))
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
         shown_name = name[:MAX_NAME_LENGTH]
         if name not in parameters:
-            known_text = f"The parameters are {', '.join(parameters)}" if parameters else "Send parameters in the body"
-            raise BadParameter(f"Unknown parameter {shown_name!r}. {known_text}.", parameter=shown_name)
+            known_text = f"The parameters are {', '.join(parameters)}."
+            if not parameters:
+                has_body = request.method in {"POST", "PATCH"}
+                known_text = "Send parameters in the body." if has_body else "There are no parameters."
+            raise BadParameter(f"Unknown parameter {shown_name!r}. {known_text}", parameter=shown_name)
         if count > 1 and not parameters[name]:
             raise BadParameter(
                 f"The parameter {shown_name} is given {count} times. Send it once.", parameter=shown_name
@@ -90,7 +96,3 @@ def _list_query_parameters(dependant: Dependant) -> Iterator[tuple[str, bool]]:
             yield field.alias, get_origin(annotation) in {Sequence, list}
     for nested_dependant in dependant.dependencies:
         yield from _list_query_parameters(nested_dependant)
-
-
-# Dependencies of routes that have parameters in the query. Routes for requests with a stack check their own parameters.
-CHECKED_QUERY = [Depends(check_query)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import logging
+import os
 import signal
 import socket
 import sys
@@ -24,6 +26,8 @@ from service.api.http.protocol import Connection
 from service.core.config import Settings
 from service.core.errors import ConfigError
 from service.serving.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 # The option M_ARENA_MAX in glibc's malloc.h.
 _M_ARENA_MAX = -8
@@ -66,9 +70,22 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM or SIGINT: refuse new work, and complete accepted work within `server.drain_seconds`."""
+        """Handle SIGTERM or SIGINT: refuse new work, and complete accepted work within `server.drain_seconds`.
+
+        SIGINT during the shutdown ends the process immediately. Its files remain in a consistent state, as after a
+        crash, and the next start deletes temporary ones. Cancelling the requests instead would log a traceback of each.
+        """
+        if self.should_exit and sig == signal.SIGINT:
+            log.warning("interrupted again: stopping without finishing the accepted work")
+            logging.shutdown()
+            os._exit(128 + sig)
         self._runtime.drain()
         super().handle_exit(sig, frame)
+
+    def drain(self, *_signal: object) -> None:
+        """Refuse new work, and stop once the accepted work is complete."""
+        self._runtime.drain()
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close idle connections, then wait for running requests and for uploads that make progress.
@@ -93,7 +110,7 @@ class Server(uvicorn.Server):
         open_connections = {
             connection for connection in self.server_state.connections if isinstance(connection, Connection)
         }
-        while time.monotonic() < deadline and not self.force_exit:
+        while time.monotonic() < deadline:
             open_connections &= self.server_state.connections
             for connection in open_connections:
                 connection.close_if_stalled(self._stalled_seconds)
@@ -143,7 +160,7 @@ def serve(settings: Settings, host: str, port: int) -> bool:
         # Handle signals that arrive before uvicorn installs its own handlers. After its shutdown, uvicorn raises a
         # captured signal again. With the default handlers, that signal would kill the process after a clean shutdown.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, server.handle_exit)
+            signal.signal(signal_number, server.drain)
         urls = " and ".join(format_url(listener, is_secure=config.is_ssl) for listener in listeners)
         sys.stdout.write(f"StackSeg listens on {urls}\n")
         sys.stdout.flush()

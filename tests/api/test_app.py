@@ -174,7 +174,14 @@ def test_methods_that_a_path_does_not_support_are_listed(live: LiveServer) -> No
     refused = live.client.put("/jobs", content=b"")
     assert parse_problem(refused) == (405, "method-not-allowed")
     assert refused.headers["allow"] == "GET, HEAD, POST"
+    assert "The methods of this path are GET, HEAD, POST." in refused.json()["detail"]
     assert live.client.head("/segment").headers["allow"] == "POST"
+
+
+def test_failed_preconditions_name_the_header(live: LiveServer) -> None:
+    refused = live.result(live.run(), **{"If-Match": '"other"'})
+    assert parse_problem(refused) == (412, "precondition-failed")
+    assert "If-Match" in refused.json()["detail"]
 
 
 def test_range_errors_are_problem_documents(live: LiveServer) -> None:

@@ -299,3 +299,27 @@ sys.stderr.write(f"ended: {ended}")
 """
     process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert process.stderr.endswith("ended: True")
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_during_the_shutdown_stops_the_service_immediately(first: signal.Signals, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"server: {{scratch_folder: {tmp_path}}}\njobs: {{folder: {tmp_path / 'jobs'}}}\n")
+    command = [sys.executable, "-m", "service", "serve", "--port", "0", "--config", str(config)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        port = int(process.stdout.readline().rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_SECONDS) as client:
+            head = make_request_head("Content-Length: 9", "Content-Type: image/tiff", "Expect: 100-continue")
+            client.sendall(head.replace(b"POST / ", b"POST /stacks "))
+            # An upload that is in progress delays the shutdown.
+            assert client.recv(100).startswith(b"HTTP/1.1 100 ")
+            process.send_signal(first)
+            ready = f"http://127.0.0.1:{port}/health/ready"
+            wait_until(lambda: "is stopping" in httpx2.get(ready).text, TIMEOUT_SECONDS)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(TIMEOUT_SECONDS) == 128 + signal.SIGINT
+        messages = process.stderr.read()
+    assert messages.splitlines()[-1].endswith("interrupted again: stopping without finishing the accepted work")
+    assert "Traceback" not in messages

@@ -289,8 +289,7 @@ class AsyncJob:
 
     async def cancel(self) -> None:
         """Cancel the job, unless it has ended."""
-        if not (await self.refresh()).has_ended:
-            await self._client._run(operations.delete_job(self.id))
+        await self._client._run(operations.cancel_job(self.id))
 
     async def delete(self) -> None:
         """Delete an ended job and its result, or cancel a running one."""

@@ -331,8 +331,7 @@ class Job:
 
     def cancel(self) -> None:
         """Cancel the job, unless it has ended."""
-        if not self.refresh().has_ended:
-            self._client._run(operations.delete_job(self.id))
+        self._client._run(operations.cancel_job(self.id))
 
     def delete(self) -> None:
         """Delete an ended job and its result, or cancel a running one."""

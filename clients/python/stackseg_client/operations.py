@@ -188,6 +188,11 @@ def list_jobs(limit: int) -> Operation[list[JobReport]]:
     return Operation("GET", "/jobs", receive, {"limit": str(limit)})
 
 
+def cancel_job(job_id: str) -> Operation[None]:
+    """`DELETE /jobs/{job}`, which keeps a job that has ended in the meantime."""
+    return Operation("DELETE", _job_path(job_id), receive_json(_ignore), {"keep_finished": "true"})
+
+
 def delete_job(job_id: str) -> Operation[None]:
     """`DELETE /jobs/{job}`, which cancels a job or, if it has ended, deletes it."""
     return Operation("DELETE", _job_path(job_id), receive_json(_ignore), is_repeatable=False)

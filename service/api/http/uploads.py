@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from service.api.http.body_formats import MULTIPART, STACK_BODY, BodyFormat
 from service.api.http.multipart import MAX_FORM_BYTES, FormParser
-from service.api.messages.headers import get_header
+from service.api.messages.headers import get_header, get_list_header
 from service.core.errors import Cancelled, TooLarge, UnsupportedMedia
 from service.serving.storage.memory_budget import MemoryBudget
 from service.serving.storage.scratch import SpaceReservation
@@ -265,11 +265,11 @@ def _make_form_parser(request: Request, uploads: Mapping[str, Upload], body_form
 
     Raises UnsupportedMedia for other bodies, and BadParameter for a form with an invalid boundary.
     """
-    encoding = get_header(request.scope, b"content-encoding").lower() or "identity"
+    encoding = get_list_header(request.scope, b"content-encoding").lower() or "identity"
     if encoding not in body_format.encodings:
         raise UnsupportedMedia(
-            f"Content-Encoding {encoding} is not supported. Send {body_format.file_description} without a"
-            " Content-Encoding."
+            f"Content-Encoding {encoding} is not supported. Unpack {body_format.file_description}, and send it"
+            " without a Content-Encoding."
         )
     media_type = _get_media_type(request)
     if media_type == MULTIPART:

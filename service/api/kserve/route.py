@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.dependencies import CHECKED_QUERY, RuntimeDependency
+from service.api.dependencies import RuntimeDependency
 from service.api.kserve import inference, messages
 
 # The protocol has its own OpenAPI document, with which its clients are generated.
@@ -46,8 +46,8 @@ async def check_model(runtime: RuntimeDependency, name: str, version: str | None
     return {"name": messages.find_spec(runtime, name, version).name, "ready": True}
 
 
-@router.post("/v2/models/{name}/infer", dependencies=CHECKED_QUERY)
-@router.post("/v2/models/{name}/versions/{version}/infer", dependencies=CHECKED_QUERY)
+@router.post("/v2/models/{name}/infer")
+@router.post("/v2/models/{name}/versions/{version}/infer")
 async def infer(request: Request, runtime: RuntimeDependency, name: str, version: str | None = None) -> Response:
     """Segment a tensor, in the same way as `POST /segment`."""
     return await inference.infer(request, runtime, messages.find_spec(runtime, name, version))

@@ -230,13 +230,16 @@ def _handle_http_exception(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     phrase = RANGE_PHRASE if status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE else HTTPStatus(status).phrase
     path, docs_path = request.scope["path"][:MAX_PATH_CHARS], make_url_path(request.scope, "/docs")
-    detail = f"{phrase}: {request.method} {path}. The API is described at {docs_path}."
-    if isinstance(error, HTTPException) and phrase == RANGE_PHRASE:
+    methods = _find_methods(request) if status == HTTPStatus.METHOD_NOT_ALLOWED else set()
+    method_list = f" The methods of this path are {', '.join(sorted(methods))}." if methods else ""
+    detail = f"{phrase}: {request.method} {path}.{method_list} The API is described at {docs_path}."
+    # By default, the detail of an HTTPException is the phrase.
+    if isinstance(error, HTTPException) and error.detail != HTTPStatus(status).phrase:
         detail = error.detail
     response = build_problem_response(request, status, phrase.lower().replace(" ", "-"), detail)
     if isinstance(error, HTTPException) and error.headers:
         response.headers.update(error.headers)
-    if status == HTTPStatus.METHOD_NOT_ALLOWED and (methods := _find_methods(request)):
+    if methods:
         response.headers["Allow"] = ", ".join(sorted(methods))
     return response
 

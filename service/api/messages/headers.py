@@ -41,6 +41,11 @@ def get_header(scope: Scope, name: bytes) -> str:
     return find_header(scope["headers"], name)
 
 
+def get_list_header(scope: Scope, name: bytes) -> str:
+    """Return the values of all request headers with this lower-case name as one list (RFC 9110, section 5.3)."""
+    return ", ".join(value.decode("latin-1") for header_name, value in scope["headers"] if header_name == name)
+
+
 def find_header(headers: RawHeaders, name: bytes) -> str:
     """Return the value of the first header with this lower-case name, or "" if there is none."""
     for header_name, value in headers:

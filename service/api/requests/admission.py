@@ -15,7 +15,7 @@ from starlette.datastructures import QueryParams
 
 from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
 from service.api.http.uploads import is_multipart
-from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM, get_header
+from service.api.messages.headers import BINARY_CONTENT, OCTET_STREAM, get_list_header
 from service.core.errors import BadParameter
 from service.models.spec import ModelSpec
 from service.serving.parameters import MAX_NAME_LENGTH, Query, describe_validation_errors
@@ -76,7 +76,7 @@ PREFER_HEADER = {
 
 def prefers_async(request: Request) -> bool:
     """Return whether the client prefers a job to waiting for the result (RFC 7240)."""
-    preferences = get_header(request.scope, b"prefer").split(",")
+    preferences = get_list_header(request.scope, b"prefer").split(",")
     return RESPOND_ASYNC in (preference.partition(";")[0].strip().lower() for preference in preferences)
 
 

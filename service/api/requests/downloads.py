@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse
 from starlette.types import Receive, Scope, Send
 
-from service.api.messages.headers import OCTET_STREAM, get_header
+from service.api.messages.headers import OCTET_STREAM, get_header, get_list_header
 from service.api.messages.result_headers import build_headers, describe_attachment
 from service.core.files.atomic_files import make_descriptor_path
 from service.serving.results.metadata import ResultMetadata
@@ -64,7 +64,7 @@ def is_cached(scope: Scope, etag: str) -> bool:
     """Return whether the client already has the file. Raises HTTPException 412 if it requires another one."""
     if scope["method"] not in {"GET", "HEAD"}:
         return False
-    if_match, if_none_match = get_header(scope, b"if-match"), get_header(scope, b"if-none-match")
+    if_match, if_none_match = get_list_header(scope, b"if-match"), get_list_header(scope, b"if-none-match")
     if if_match and {etag, "*"}.isdisjoint(_split_etags(if_match)):
         detail = "The file has another ETag than the header If-Match. Omit the header, and download the whole file."
         raise HTTPException(HTTPStatus.PRECONDITION_FAILED, detail, {"ETag": etag})

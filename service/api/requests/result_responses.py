@@ -15,7 +15,7 @@ from typing import BinaryIO
 from fastapi import Request, Response
 
 from service.api.dependencies import get_quota_name
-from service.api.messages.headers import get_header
+from service.api.messages.headers import get_list_header
 from service.api.requests.admission import Admission
 from service.api.requests.downloads import ResultResponse, build_response, is_cached
 from service.core.errors import BadParameter
@@ -41,7 +41,7 @@ async def build_stack_response(request: Request, runtime: Runtime, stack: StackR
     if stack.file is not None:
         response.resources.callback(stack.file.close)
     try:
-        media_type = choose_media_type(get_header(request.scope, b"accept"), stack.metadata)
+        media_type = choose_media_type(get_list_header(request.scope, b"accept"), stack.metadata)
     except BadParameter:
         await response.resources.aclose()
         raise
@@ -70,7 +70,7 @@ def check_accept_header(request: Request, runtime: Runtime, admission: Admission
         kind = runtime.get_estimator(spec).get_output_kind(query.options)
         time_points = (1, 1) if isinstance(query.selection.time, TimeRange) else None
         metadata = ResultMetadata(spec.name, MEDIA_TYPES[query.measurements], "", kind, {}, time_points=time_points)
-        choose_media_type(get_header(request.scope, b"accept"), metadata)
+        choose_media_type(get_list_header(request.scope, b"accept"), metadata)
 
 
 async def build_derived_response(

@@ -13,7 +13,6 @@ from starlette.responses import FileResponse
 
 from service.api.access.authentication import has_admin_rights
 from service.api.dependencies import (
-    CHECKED_QUERY,
     RuntimeDependency,
     get_annotations,
     get_caller,
@@ -57,7 +56,7 @@ _JSON_OBJECT_ADAPTER = TypeAdapter(dict[str, Any])
 SELECTION_PARAMETERS = ("stack", "channel", "time", "axes", "voxel_size", "scene", "allow_incomplete")
 
 
-@router.post("/annotations", status_code=201, openapi_extra=ANNOTATION_BODY, dependencies=CHECKED_QUERY)
+@router.post("/annotations", status_code=201, openapi_extra=ANNOTATION_BODY)
 async def store_annotation(
     request: Request,
     runtime: RuntimeDependency,

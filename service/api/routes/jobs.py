@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
-from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_caller, get_quota_name
+from service.api.dependencies import RuntimeDependency, get_caller, get_quota_name
+from service.api.messages.headers import get_list_header
 from service.api.messages.jobs import JobList, JobReport, report_job
 from service.api.messages.result_headers import RESULT_RESPONSES
 from service.api.requests.admission import STACK_REQUEST
@@ -48,6 +49,13 @@ ObjectLimits = Annotated[
         examples=[["confidence:0.8:", "touching_border:0:0"]],
     ),
 ]
+KeepFinished = Annotated[
+    bool,
+    Query(
+        description="Do nothing if the job has already ended. Otherwise, canceling a job that ends at the same moment"
+        " deletes its result.",
+    ),
+]
 
 EVENTS_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -79,7 +87,7 @@ async def submit_job(request: Request, runtime: RuntimeDependency, async_jobs: A
     return await accept_job(request, runtime, async_jobs)
 
 
-@router.get("/jobs", dependencies=CHECKED_QUERY)
+@router.get("/jobs")
 async def list_jobs(
     request: Request,
     async_jobs: AsyncJobsDependency,
@@ -113,7 +121,7 @@ async def follow_job(
     )
 
 
-@router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES, dependencies=CHECKED_QUERY)
+@router.get("/jobs/{job}/result", response_class=FileResponse, responses=RESULT_RESPONSES)
 async def download_result(
     request: Request,
     runtime: RuntimeDependency,
@@ -132,7 +140,7 @@ async def download_result(
     file, metadata = await run_in_thread(partial(async_jobs.open_result, job, get_caller(request)))
     with ExitStack() as exit_stack:
         exit_stack.callback(file.close)
-        media_type = choose_media_type(request.headers.get("accept", ""), metadata)
+        media_type = choose_media_type(get_list_header(request.scope, b"accept"), metadata)
         exit_stack.pop_all()
     if object_filter is not None:
         result = FilteredResult(file, metadata, media_type, object_filter)
@@ -154,13 +162,15 @@ async def download_result(
 
 
 @router.delete("/jobs/{job}", status_code=204)
-async def cancel_job(request: Request, async_jobs: AsyncJobsDependency, job: JobId) -> None:
+async def cancel_job(
+    request: Request, async_jobs: AsyncJobsDependency, job: JobId, *, keep_finished: KeepFinished = False
+) -> None:
     """Cancel or delete a job.
 
     A waiting or running job is cancelled. A running job stops before the next batch of windows. A job that has ended is
-    deleted, together with its result.
+    deleted, together with its result, unless `keep_finished` is true.
     """
-    await run_in_thread(partial(async_jobs.cancel, job, get_caller(request)))
+    await run_in_thread(partial(async_jobs.cancel, job, get_caller(request), keep_finished=keep_finished))
 
 
 async def _stream_events(

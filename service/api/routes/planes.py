@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from starlette.responses import Response
 
-from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_quota_name
+from service.api.dependencies import RuntimeDependency, get_quota_name
 from service.api.http.waiting import run_while_connected
 from service.api.messages.planes import PLANES_RESPONSES, PlaneRangeQuery, PlanesResponse, SelectionQuery
 from service.api.requests.volumes import open_label_volume, open_stack_volume
@@ -30,7 +30,6 @@ PLANES_ROUTE: dict[str, Any] = {
     "name": "planes",
     "response_class": Response,
     "responses": PLANES_RESPONSES,
-    "dependencies": CHECKED_QUERY,
 }
 
 # Retry-After header of responses to requests that are refused because the memory for planes is in use.

@@ -12,7 +12,6 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from service.api.dependencies import (
-    CHECKED_QUERY,
     RuntimeDependency,
     get_caller,
     get_quota_name,
@@ -60,7 +59,7 @@ class ChunkedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-@router.post("/projects", status_code=201, openapi_extra=describe_json_body(ProjectRequest), dependencies=CHECKED_QUERY)
+@router.post("/projects", status_code=201, openapi_extra=describe_json_body(ProjectRequest))
 async def create_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, response: Response
 ) -> ProjectReport:
@@ -97,7 +96,7 @@ async def get_project(
     return await run_in_thread(lambda: members.report(_find_project(request, project)))
 
 
-@router.patch("/projects/{project}", openapi_extra=describe_json_body(ProjectChange), dependencies=CHECKED_QUERY)
+@router.patch("/projects/{project}", openapi_extra=describe_json_body(ProjectChange))
 async def change_project(
     request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency, project: ProjectId
 ) -> ProjectReport:
@@ -140,7 +139,6 @@ async def delete_project(
     "/projects/{project}/table",
     response_class=StreamingResponse,
     responses=TABLE_RESPONSES,
-    dependencies=CHECKED_QUERY,
 )
 async def download_table(
     request: Request,

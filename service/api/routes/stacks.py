@@ -21,10 +21,11 @@ from service.serving.storage.threads import run_in_thread
 router = APIRouter(tags=["stacks"])
 
 StackId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="The id of the stack.")]
-UPLOAD_BODY = {"requestBody": STACK_REQUEST["requestBody"]}
+# The route itself refuses parameters, with advice.
+UPLOAD_REQUEST = {"parameters": [], "requestBody": STACK_REQUEST["requestBody"]}
 
 
-@router.post("/stacks", status_code=201, openapi_extra=UPLOAD_BODY)
+@router.post("/stacks", status_code=201, openapi_extra=UPLOAD_REQUEST)
 async def upload_stack(request: Request, runtime: RuntimeDependency, async_jobs: AsyncJobsDependency) -> StackReport:
     """Upload a stack for later requests.
 

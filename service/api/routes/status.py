@@ -36,6 +36,7 @@ from service.serving.metrics import CONTENT_TYPE
 from service.serving.storage.threads import run_in_thread
 
 router = APIRouter()
+monitoring_router = APIRouter()
 
 # Path prefixes of health checks. The prefixes with a version are those of other inference servers, so that probes for
 # these servers also work here.
@@ -69,7 +70,7 @@ async def get_limits(request: Request, runtime: RuntimeDependency, async_jobs: A
     )
 
 
-@router.get("/health", tags=["health"])
+@monitoring_router.get("/health", tags=["health"])
 async def get_health(runtime: RuntimeDependency, response: Response) -> Health:
     """Get the health of the service and the state of each model.
 
@@ -104,7 +105,7 @@ async def check_readiness(runtime: RuntimeDependency) -> Liveness:
 for _prefix in HEALTH_PREFIXES:
     for _name, _endpoint in (("live", check_liveness), ("ready", check_readiness)):
         _path = f"{_prefix}/health/{_name}"
-        router.add_api_route(_path, _endpoint, include_in_schema=_prefix == "", tags=["health"])
+        monitoring_router.add_api_route(_path, _endpoint, include_in_schema=_prefix == "", tags=["health"])
 
 
 @router.get("/gpu", tags=["operation"])
@@ -116,7 +117,9 @@ async def get_hardware(runtime: RuntimeDependency) -> GpuReport:
     return report_hardware(runtime, await asyncio.to_thread(gpus.query_gpus))
 
 
-@router.get("/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@monitoring_router.get(
+    "/metrics", tags=["operation"], response_class=Response, responses={200: {"content": {"text/plain": {}}}}
+)
 async def get_metrics(runtime: RuntimeDependency) -> Response:
     """Get metrics in the Prometheus text format."""
     return Response(await asyncio.to_thread(runtime.metrics.format_exposition), media_type=CONTENT_TYPE)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
 from service.api.access.authentication import check_trainer, has_admin_rights
-from service.api.dependencies import CHECKED_QUERY, RuntimeDependency, get_caller, get_trainings
+from service.api.dependencies import RuntimeDependency, get_caller, get_trainings
 from service.api.messages.headers import make_url_path
 from service.api.messages.learning import ID_PATTERN, TrainingList, TrainingReport, TrainingRequest, report_training
 from service.api.requests.json_body import describe_json_body, read_json
@@ -32,7 +32,6 @@ ACCEPTED_RESPONSES: dict[int | str, dict[str, Any]] = {
     status_code=202,
     responses=ACCEPTED_RESPONSES,
     openapi_extra=describe_json_body(TrainingRequest),
-    dependencies=CHECKED_QUERY,
 )
 async def submit_training(request: Request, runtime: RuntimeDependency) -> Response:
     """Train a model on annotated stacks.

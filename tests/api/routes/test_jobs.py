@@ -158,6 +158,16 @@ def test_failed_job_reports_the_same_problem_as_segment(service: Service) -> Non
     assert (result.status_code, result.json()["needed_bytes"]) == (507, 123)
 
 
+def test_canceling_keeps_finished_jobs_if_requested(service: Service) -> None:
+    job = service.run()
+    path = f"/jobs/{job['id']}"
+    assert service.client.delete(f"{path}?keep_finished=true").status_code == 204
+    assert service.result(job).status_code == 200
+    assert parse_problem(service.client.delete(f"{path}?keep_finished=perhaps")) == (422, "bad-parameter")
+    assert service.client.delete(path).status_code == 204
+    assert parse_problem(service.client.get(path)) == (404, "unknown-job")
+
+
 def test_cancelling_jobs_frees_the_device_and_the_queue(service: Service) -> None:
     running = service.submit_blocked_job()
     waiting = service.submit()

@@ -17,11 +17,13 @@ import tifffile
 import zarr
 from bands import Phantom
 from cutting_proxy import cut_connections
+from fakes import wait_until
 from live import LiveServer, as_tiff, eager_settings, serve
 from numpy.typing import NDArray
 from paths import ROOT
 from stackseg_client import AsyncClient, Client, ConnectionFailed, Job, Result, Retries, errors
 from stackseg_client.bodies import FileBody
+from stackseg_client.operations import Operation, T
 
 from service.api.access.keys import hash_key
 
@@ -207,6 +209,24 @@ def test_jobs_are_canceled(client: Client, server: LiveServer, stack: NDArray[An
     assert client.job(job.id).report.state == "cancelled"
     with pytest.raises(errors.ResultUnavailable):
         job.result()
+
+
+def test_canceling_a_job_that_ends_at_the_same_moment_keeps_its_result(client: Client, path: Path) -> None:
+    class LateClient(Client):
+        """A client whose DELETE requests arrive after all jobs have ended."""
+
+        def _attempt(self, operation: Operation[T]) -> T:
+            if operation.method == "DELETE":
+                wait_until(lambda: all(job.report.has_ended for job in client.jobs()))
+            return super()._attempt(operation)
+
+    with LateClient(client.url) as late_client:
+        job = late_client.submit(path)
+        job.cancel()
+        assert job.result().labels.shape
+        job.delete()
+        with pytest.raises(errors.UnknownJob):
+            job.refresh()
 
 
 def test_failed_jobs_raise_their_problem(client: Client, stack: NDArray[Any], tmp_path: Path) -> None:
