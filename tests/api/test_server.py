@@ -283,7 +283,7 @@ def test_disconnect_is_logged_as_499_even_if_the_application_fails_afterwards(
             wait_until(lambda: any("POST / 499 " in record.getMessage() for record in caplog.records), TIMEOUT_SECONDS)
 
 
-def test_early_signal_stops_the_service_cleanly() -> None:
+def test_early_signal_stops_the_service_cleanly(bands_repository: Path) -> None:
     code = """
 import os, signal, sys
 from service.api.server import serve
@@ -294,10 +294,12 @@ class SignalOnWrite:
     def flush(self): pass
 
 sys.stdout = SignalOnWrite()
-ended = serve(Settings(), "127.0.0.1", 0)
+ended = serve(Settings(models={"folder": sys.argv[1]}), "127.0.0.1", 0)
 sys.stderr.write(f"ended: {ended}")
 """
-    process = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    # A small model is loaded before the service stops waiting, however busy the machine is.
+    command = [sys.executable, "-c", code, str(bands_repository)]
+    process = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert process.stderr.endswith("ended: True")
 
 
