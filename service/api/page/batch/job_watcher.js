@@ -55,7 +55,7 @@ export class JobWatcher {
       if (report) entry.report = report;
       Object.assign(entry, { isGone: report === null, isVerified: true });
       if (entry.isCancelling && report && !isFinished(report.state))
-        await request(`jobs/${job}?keep_finished=true`, { method: "DELETE", signal });
+        await request(`jobs/${job}`, { method: "DELETE", signal });
     }
   }
 }

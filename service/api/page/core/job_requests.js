@@ -60,7 +60,7 @@ export async function createJob(query) {
 export async function cancelJob(id) {
   for (;;) {
     try {
-      await request(`jobs/${id}?keep_finished=true`, { method: "DELETE" });
+      await request(`jobs/${id}`, { method: "DELETE" });
       return;
     } catch (error) {
       if (error instanceof Problem && error.status === 404) return;
