@@ -267,16 +267,14 @@ def test_no_job_is_lost_or_corrupted_when_the_server_is_killed() -> None:
 def test_concurrent_clients_get_correct_results_despite_disconnects(
     bands_repository: Path, tmp_path: Path, seconds: int, clients: int
 ) -> None:
-    """Run `benchmarks/load.py` briefly. It raises AssertionError for wrong labels, a status 500 or leftover files."""
+    """Run `benchmarks/load.py` briefly, which checks labels, status codes, and leftover and open files."""
     figures = load.run(seconds, clients, bands_repository, tmp_path / "service")
     event_counts = figures["happened"]
     assert min(event_counts["labels waited for"], event_counts["labels fetched later"], event_counts["hung up"]) > 0
     # An event loop that is blocked by a running volume would take seconds. The limit allows for a busy machine.
     assert figures["health_live_milliseconds"]["p99"] < 1000
-    # If a request, disconnect or cancelled job leaked a descriptor, there would be several per client. Thread pools and
-    # reading processes grow to their maximum number.
+    # Thread pools grow to their maximum number.
     initial_usage, final_usage = figures["idle"]["before"], figures["idle"]["after"]
-    assert final_usage["descriptors"] < initial_usage["descriptors"] + clients + load.READER_DESCRIPTORS
     assert final_usage["threads"] < initial_usage["threads"] + 64
 
 
