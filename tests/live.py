@@ -152,6 +152,9 @@ def serve(
             yield live
     finally:
         server.should_exit = True
+        thread.join(READY_SECONDS)
+        # uvicorn waits for connections that a client has left open.
+        server.force_exit = True
         thread.join()
 
 
