@@ -85,7 +85,7 @@ private:
 };
 
 // Returns a stride for rows of `count` floats: an odd number of cache lines. Rows of the matrix products and values at
-// the points along z are read and written in parallel. If their distance was a multiple of 4 KiB, they would share one
+// the points along z are read and written in parallel. If their distance were a multiple of 4 KiB, they would share one
 // set of the first-level cache, which holds only eight lines.
 inline int64_t pad_stride(int64_t count) {
   return ((count + CACHE_LINE_FLOATS - 1) / CACHE_LINE_FLOATS | 1) * CACHE_LINE_FLOATS;

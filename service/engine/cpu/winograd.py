@@ -93,7 +93,7 @@ class WinogradConvolution(nn.Module):
     def _get_weights(self, tile: Tile) -> SampledWeights:
         if tile == SMALL_TILE:
             return SampledWeights(self.weights, tile)
-        # Weights for large tiles are packed for the first window that uses them. They are a buffer to be counted.
+        # Weights for large tiles are packed for the first window that uses them. A buffer counts as weights.
         name = f"weights_for_{'x'.join(map(str, tile))}"
         if name not in self._buffers:
             self.register_buffer(name, pack_weights(self._unpacked_weight, tile).values, persistent=False)
